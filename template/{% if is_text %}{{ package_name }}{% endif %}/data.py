@@ -1,0 +1,61 @@
+"""YOURS: the data sets. An update never touches this file.
+
+A data set gives `(input, target)` for an index, or `(input, target, weight)` if samples do not all
+weigh the same. It knows nothing about ranks: `loading.py` deals the indices out.
+"""
+
+from pydoc_data.topics import topics
+from typing import Any
+
+import torch
+from torch.utils.data import Dataset
+
+from .seeding import mix
+
+SEQUENCE_LENGTH = 128
+VOCABULARY = 256  # the text is read as UTF-8 bytes
+IGNORED = -100  # a target that does not count
+VALIDATION_SHARE = 0.1
+
+
+class Passages(Dataset[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]):
+    """Texts cut into passages; each target is the next byte. The last passage of a text is shorter."""
+
+    def __init__(self, texts: list[str]) -> None:
+        """Keep the texts in memory as bytes."""
+        self.passages: list[torch.Tensor] = []
+        for text in texts:
+            tokens = torch.tensor(list(text.encode()), dtype=torch.int64)
+            # One byte of overlap: the last target of a passage is the first input of the next.
+            starts = range(0, len(tokens) - 1, SEQUENCE_LENGTH)
+            self.passages += [tokens[i : i + SEQUENCE_LENGTH + 1] for i in starts]
+
+    def __len__(self) -> int:
+        return len(self.passages)
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Return input [length], target [length] and weight: the number of targets that count."""
+        passage = self.passages[index]
+        n_targets = len(passage) - 1
+        inputs = torch.zeros(SEQUENCE_LENGTH, dtype=torch.int64)
+        targets = torch.full((SEQUENCE_LENGTH,), IGNORED, dtype=torch.int64)
+        inputs[:n_targets] = passage[:-1]
+        targets[:n_targets] = passage[1:]
+        return inputs, targets, torch.tensor(float(n_targets))
+
+
+def build_datasets(seed: int) -> tuple[Dataset[Any], Dataset[Any]]:
+    """Return the training and the validation set, the same on every rank.
+
+    Called on rank 0 first and on the others afterwards: the place for a download.
+
+    Args:
+        seed: The run's seed. Not used for the split: runs with other seeds must not train on what
+            this one validates on.
+    """
+    # Whole topics, so that no passage of one is trained on and another validated on.
+    held_out = {name for name in topics if mix("split", name) % 1000 < 1000 * VALIDATION_SHARE}
+    return (
+        Passages([text for name, text in sorted(topics.items()) if name not in held_out]),
+        Passages([text for name, text in sorted(topics.items()) if name in held_out]),
+    )

@@ -1,0 +1,1 @@
+"""Train a model with PyTorch DistributedDataParallel. Start reading in train.py."""

@@ -1,0 +1,203 @@
+"""Every knob of a run: one dataclass, filled from a YAML file and the command line.
+
+Order of precedence: the defaults below, then `--config FILE`, then `--key value`. No torch in here.
+"""
+
+import dataclasses
+import difflib
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from jsonargparse import ArgumentError, ArgumentParser, Namespace, set_parsing_settings
+
+from .errors import UserError
+
+# The text under each field below becomes its line in --help.
+set_parsing_settings(docstring_parse_attribute_docstrings=True)
+
+
+@dataclass(frozen=True)
+class Config:
+    """Knobs of a training run."""
+
+    # What a run is, and where it goes.
+    run_name: str = "train"
+    """Name of the run. Its folder is OUTPUT_DIR/RUN_NAME-001, -002, ..."""
+    output_dir: str = "runs"
+    """Folder that holds the run folders."""
+    resume: str = "auto"
+    """auto: go on with the newest unfinished run of this name and these settings, else start a new
+    one. none: always start a new one. PATH: a run folder to go on with, or a checkpoint file to
+    start a new run from."""
+    seed: int = 0
+    """Seed of weights, sample order, augmentation and dropout."""
+    device: Literal["auto", "cuda", "cpu"] = "auto"
+    """auto: GPUs if there are any, else the CPU."""
+    timeout_s: float = 600.0
+    """Seconds that a process waits for the others before the job fails."""
+    deterministic: bool = False
+    """Bit-identical results on GPUs too. Slower; some operators have no such form."""
+
+    # The batch. global batch = micro_batch_size x accumulation_steps x number of processes.
+    epochs: int = 20
+    """Passes over the training data."""
+    micro_batch_size: int = 32
+    """Samples per process in one forward pass."""
+    accumulation_steps: int = 1
+    """Forward passes per optimizer step."""
+    drop_last: bool = True
+    """Leave out the last, incomplete global batch of an epoch (other samples every epoch).
+    false: train on it too."""
+    num_workers: int = 0
+    """Loader processes per training process. 0 is fastest for data in memory."""
+
+    # The optimizer. Its clock is the optimizer step.
+    learning_rate: float = 0.001
+    """Learning rate after warm-up."""
+    lr_scaling: Literal["none", "linear", "sqrt"] = "none"
+    """none: learning_rate as it is. linear, sqrt: times (global batch / lr_reference_batch_size),
+    or its square root."""
+    lr_reference_batch_size: int = 64
+    """Global batch size, in samples, for which learning_rate was found. Used by lr_scaling."""
+    warmup_steps: int = 50
+    """Optimizer steps in which the learning rate rises linearly. Then it falls to 0 (cosine)."""
+    weight_decay: float = 0.01
+    """AdamW weight decay of matrices and kernels; biases and norms have none."""
+    max_grad_norm: float = 1.0
+    """Gradients are scaled down to this norm if theirs is larger. 0: never."""
+
+    # The numbers.
+    precision: Literal["fp32", "bf16", "fp16"] = "fp32"
+    """Number format of the forward pass. The weights stay fp32."""
+    sync_batchnorm: bool = False
+    """BatchNorm statistics over all GPUs instead of each one's own. GPUs only."""
+
+    # Checkpoints and logs.
+    checkpoint: Literal["epoch", "steps", "none"] = "epoch"
+    """When to save."""
+    save_every_steps: int = 500
+    """Optimizer steps between two checkpoints, if checkpoint is steps."""
+    keep_checkpoints: int = 3
+    """Newest checkpoints kept on disk. The best one is kept beside them."""
+    save_best: bool = True
+    """Keep the checkpoint with the lowest validation loss."""
+    log_every_steps: int = 10
+    """Optimizer steps between two lines of metrics."""
+    tracker: Literal["none", "tensorboard", "wandb", "mlflow"] = "none"
+    """Where metrics go besides metrics.jsonl."""
+
+    def __post_init__(self) -> None:
+        """Check what types cannot say.
+
+        Raises:
+            UserError: A value is out of range.
+        """
+        at_least = {
+            "timeout_s": 1,
+            "epochs": 1,
+            "micro_batch_size": 1,
+            "accumulation_steps": 1,
+            "num_workers": 0,
+            "learning_rate": 0,
+            "lr_reference_batch_size": 1,
+            "warmup_steps": 0,
+            "weight_decay": 0,
+            "max_grad_norm": 0,
+            "save_every_steps": 1,
+            "keep_checkpoints": 1,
+            "log_every_steps": 1,
+        }
+        for name, low in at_least.items():
+            value = getattr(self, name)
+            if not value >= low or value == float("inf"):
+                raise UserError(
+                    f"{name} is {value}.",
+                    f"It must be a number from {low} up.",
+                    f"--{name} {max(low, 1)}",
+                )
+        if not self.run_name or self.run_name.startswith(".") or "/" in self.run_name:
+            raise UserError(
+                f"run_name is {self.run_name!r}.",
+                "It becomes the name of a folder.",
+                "--run_name train (no slash, no leading dot)",
+            )
+
+    def global_batch_size(self, world_size: int) -> int:
+        """Return the samples of one optimizer step over all `world_size` processes."""
+        return self.micro_batch_size * self.accumulation_steps * world_size
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the knobs as plain values, in the order of their definition."""
+        return dataclasses.asdict(self)
+
+
+def load_config(argv: Sequence[str] | None = None) -> Config:
+    """Read the command line (`sys.argv` if None) and the YAML file that it names.
+
+    Raises:
+        UserError: An unknown key, a wrong value, or a file that cannot be read.
+        SystemExit: After --help and --print_config, with code 0.
+    """
+    parser = build_parser()
+    try:
+        return Config(**namespace_to_dict(parser.parse_args(argv)))
+    except ArgumentError as error:
+        raise explain(str(error)) from None
+
+
+def build_parser() -> ArgumentParser:
+    """Make the command line out of `Config`."""
+    # torchrun starts every process with COLUMNS unset; help is read by people at terminals.
+    parser = ArgumentParser(
+        prog=f"python -m {__package__}.train", exit_on_error=False, description=__doc__
+    )
+    parser.add_argument("--config", action="config", help="YAML file with any of the keys below.")
+    parser.add_class_arguments(Config)
+    return parser
+
+
+def namespace_to_dict(namespace: Namespace) -> dict[str, Any]:
+    """Return the parsed values without the name of the YAML file."""
+    names = {field.name for field in dataclasses.fields(Config)}
+    return {key: value for key, value in namespace.as_dict().items() if key in names}
+
+
+def explain(message: str) -> UserError:
+    """Turn jsonargparse's message into one with a way out."""
+    names = [field.name for field in dataclasses.fields(Config)]
+    first_line, *rest = message.replace("Problems parsing config: ", "not valid YAML: ").splitlines()
+    words = [word.strip("\"'`:-=").split("=")[0] for word in first_line.split()]
+    unknown = "unrecognized" in first_line or "not accepted" in first_line
+    candidates = [word for word in words if word not in names] if unknown else []
+    near = [match for word in candidates for match in difflib.get_close_matches(word, names, n=1)]
+    what = " ".join([first_line.rstrip(":"), *(line.strip() for line in rest)])
+    if near:
+        return UserError(what, "There is no such knob.", f"did you mean {near[0]}?")
+    if unknown:
+        return UserError(what, "There is no such knob.", "--help lists all knobs")
+    if "False" in message and "Literal" in message:
+        return UserError(what, "YAML reads a bare off, no or false as a boolean.", "put it in quotes")
+    return UserError(what, "The settings cannot be used as they are.", "--help lists all knobs")
+
+
+def changed_settings(old: dict[str, Any], new: dict[str, Any]) -> dict[str, tuple[Any, Any]]:
+    """Return what differs between two configurations: name -> (old, new).
+
+    Where a run writes, and how often it logs or saves, are left out: they do not change its result.
+    """
+    harmless = {
+        "run_name", "output_dir", "resume", "timeout_s", "num_workers", "checkpoint",
+        "save_every_steps", "keep_checkpoints", "save_best", "log_every_steps", "tracker",
+    }  # fmt: skip
+    names = [name for name in {**old, **new} if name not in harmless]
+    pairs = {name: (old.get(name), new.get(name)) for name in names}
+    return {name: (before, after) for name, (before, after) in pairs.items() if before != after}
+
+
+def available_cores() -> int:
+    """Return the processor cores that this process may use."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1

@@ -1,0 +1,269 @@
+"""Which sample goes where: the order of an epoch, cut into global batches and dealt to the ranks.
+
+Optimizer step k of an epoch trains on positions k * G to (k + 1) * G of the epoch's order, where G is
+the global batch size, whatever the number of processes, their micro-batch size and accumulation.
+That is why N processes train like one, and why a run can go on in the middle of an epoch.
+"""
+
+from collections.abc import Callable, Iterator, Sized
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader, Dataset
+
+from .errors import UserError
+from .seeding import generator
+
+
+@dataclass
+class MicroBatch:
+    """The samples of one forward pass on one rank.
+
+    Attributes:
+        inputs: What the model takes; the first dimension is the sample.
+        targets: What the loss compares with; the first dimension is the sample.
+        weights: float32 [samples], or None if every sample weighs 1. A repeated sample that only
+            fills up the batch weighs 0.
+    """
+
+    inputs: Any
+    targets: Any
+    weights: torch.Tensor | None
+
+    def to(self, device: torch.device) -> "MicroBatch":
+        """Return a copy on `device`; the copy overlaps with computation if memory is pinned."""
+        return self.map(lambda tensor: tensor.to(device, non_blocking=True))
+
+    def pin_memory(self) -> "MicroBatch":
+        """Return a copy in page-locked memory. Called by the DataLoader."""
+        return self.map(torch.Tensor.pin_memory)
+
+    def map(self, function: Callable[[torch.Tensor], torch.Tensor]) -> "MicroBatch":
+        """Return a copy with `function` applied to every tensor."""
+        return MicroBatch(
+            map_tensors(function, self.inputs),
+            map_tensors(function, self.targets),
+            None if self.weights is None else function(self.weights),
+        )
+
+
+@dataclass
+class Window:
+    """What this rank contributes to one optimizer step.
+
+    Attributes:
+        micro_batches: One per forward pass, as many on every rank.
+        n_samples: Real samples of the step, over all ranks.
+        weighted: Whether the data set gives weights of its own. Then the step's total weight must
+            be summed over the ranks; otherwise it is `n_samples`.
+    """
+
+    micro_batches: list[MicroBatch]
+    n_samples: int
+    weighted: bool
+
+
+@dataclass(frozen=True)
+class TrainOrder:
+    """The order of the training samples, the same on every rank.
+
+    Attributes:
+        n_samples: Size of the training set.
+        rank: This process. An argument, so that the deal can be tested without processes.
+        world_size: Processes in the job.
+        micro_batch_size: Samples per forward pass and rank.
+        accumulation_steps: Forward passes per optimizer step.
+        drop_last: Leave out the last, incomplete global batch.
+        seed: The run's seed. Never the rank's: shards of different orders would overlap.
+    """
+
+    n_samples: int
+    rank: int
+    world_size: int
+    micro_batch_size: int
+    accumulation_steps: int
+    drop_last: bool
+    seed: int
+
+    @property
+    def global_batch_size(self) -> int:
+        """Samples of one optimizer step over all ranks."""
+        return self.micro_batch_size * self.accumulation_steps * self.world_size
+
+    @property
+    def samples_per_epoch(self) -> int:
+        """Samples that an epoch trains on."""
+        left_over = self.n_samples % self.global_batch_size if self.drop_last else 0
+        return self.n_samples - left_over
+
+    @property
+    def steps_per_epoch(self) -> int:
+        """Optimizer steps of an epoch."""
+        return -(-self.samples_per_epoch // self.global_batch_size)
+
+    def check(self) -> None:
+        """Refuse a data set that is too small to take one step.
+
+        Raises:
+            UserError: It is smaller than a global batch, or empty.
+        """
+        if self.steps_per_epoch > 0:
+            return
+        raise UserError(
+            f"The training set has {self.n_samples} samples; one optimizer step takes "
+            f"{self.global_batch_size} ({self.micro_batch_size} per forward pass x "
+            f"{self.accumulation_steps} forward passes x {self.world_size} processes).",
+            "With drop_last an incomplete step is left out, so there would be no step at all.",
+            "--drop_last false, or lower --micro_batch_size or --accumulation_steps",
+        )
+
+    def positions(self, epoch: int) -> torch.Tensor:
+        """Return the order of an epoch: int64 [n_samples], a permutation of all samples."""
+        return torch.randperm(self.n_samples, generator=generator(self.seed, "order", epoch))
+
+    def deal(self, epoch: int, start: int) -> Iterator[tuple[list[list[int]], list[int], int]]:
+        """Yield this rank's part of every optimizer step.
+
+        Args:
+            epoch: Counted from 0.
+            start: Samples of this epoch that were trained on already, over all ranks.
+
+        Yields:
+            Indices of each micro-batch, filled up to full size by repeats; how many of them are
+            real; and the number of real samples of the whole step, over all ranks.
+        """
+        order = self.positions(epoch)
+        per_pass = self.micro_batch_size * self.world_size
+        while start < self.samples_per_epoch:
+            step = order[start : min(start + self.global_batch_size, self.samples_per_epoch)]
+            mine = [chunk[self.rank :: self.world_size].tolist() for chunk in step.split(per_pass)]
+            fill = step[0].item()
+            yield (
+                [part + [fill] * (self.micro_batch_size - len(part)) for part in mine],
+                [len(part) for part in mine],
+                len(step),
+            )
+            start += len(step)
+
+
+def train_windows(
+    dataset: Dataset[Any],
+    order: TrainOrder,
+    epoch: int,
+    start: int,
+    device: torch.device,
+    num_workers: int = 0,
+) -> Iterator[Window]:
+    """Yield what this rank trains on in the rest of an epoch, one optimizer step at a time.
+
+    Args:
+        dataset: Gives `(input, target)` or `(input, target, weight)` for an index. If it has
+            `set_epoch`, that is called first: augmentation is a function of seed, epoch and index.
+        order: The deal.
+        epoch: Counted from 0.
+        start: Samples of the epoch that are done, over all ranks.
+        device: Where the batches will be used.
+        num_workers: Loader processes.
+    """
+    if hasattr(dataset, "set_epoch"):
+        dataset.set_epoch(epoch)
+    plan = list(order.deal(epoch, start))
+    batches = iter(
+        build_loader(
+            dataset,
+            [part for parts, _, _ in plan for part in parts],
+            # A stream of the loader's own: otherwise starting an epoch would draw from the global
+            # one, and a resumed run would see other random numbers than a straight one.
+            generator(order.seed, "workers", epoch, order.rank),
+            device,
+            num_workers,
+        )
+    )
+    for parts, real, n_samples in plan:
+        micro_batches = [next(batches) for _ in parts]
+        weighted = micro_batches[0].weights is not None
+        for micro_batch, count in zip(micro_batches, real, strict=True):
+            void_repeats(micro_batch, count, len(parts[0]))
+        yield Window(micro_batches, n_samples, weighted)
+
+
+def void_repeats(micro_batch: MicroBatch, real: int, size: int) -> None:
+    """Give weight 0 to the repeats that fill up a micro-batch."""
+    if real == size:
+        return
+    if micro_batch.weights is None:
+        micro_batch.weights = torch.ones(size)
+    micro_batch.weights[real:] = 0
+
+
+def validation_batches(
+    dataset: Dataset[Any],
+    rank: int,
+    world_size: int,
+    batch_size: int,
+    device: torch.device,
+    num_workers: int = 0,
+) -> DataLoader[Any]:
+    """Return this rank's share of the validation set: every sample on exactly one rank.
+
+    Not padded to equal sizes as a DistributedSampler would: padding counts samples twice. Ranks may
+    have different numbers of batches, or none, so evaluation may not communicate between batches.
+    """
+    mine = range(rank, len_of(dataset), world_size)
+    batches = [list(mine[i : i + batch_size]) for i in range(0, len(mine), batch_size)]
+    return build_loader(dataset, batches, generator("validation"), device, num_workers)
+
+
+def build_loader(
+    dataset: Dataset[Any],
+    batches: list[list[int]],
+    stream: torch.Generator,
+    device: torch.device,
+    num_workers: int,
+) -> DataLoader[Any]:
+    """Return a loader that yields one `MicroBatch` per list of indices, in order."""
+    on_gpu = device.type == "cuda"
+    return DataLoader(
+        dataset,
+        batch_sampler=batches,
+        collate_fn=collate,
+        num_workers=num_workers,
+        generator=stream,
+        pin_memory=on_gpu,
+        # A forked worker would inherit the parent's CUDA and NCCL threads in an unknown state.
+        multiprocessing_context="forkserver" if on_gpu and num_workers > 0 else None,
+    )
+
+
+def collate(items: list[tuple[Any, ...]]) -> MicroBatch:
+    """Stack items of a data set: `(input, target)` or `(input, target, weight)`."""
+    columns = torch.utils.data.default_collate(items)
+    weights = columns[2].to(torch.float32) if len(columns) == 3 else None
+    return MicroBatch(columns[0], columns[1], weights)
+
+
+def map_tensors(function: Callable[[torch.Tensor], torch.Tensor], value: Any) -> Any:
+    """Apply `function` to a tensor, or to the tensors in a dict, list or tuple."""
+    if isinstance(value, torch.Tensor):
+        return function(value)
+    if isinstance(value, dict):
+        return {key: map_tensors(function, item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [map_tensors(function, item) for item in value]
+    return value
+
+
+def len_of(dataset: Dataset[Any]) -> int:
+    """Return the size of a data set.
+
+    Raises:
+        UserError: It has none, as an IterableDataset.
+    """
+    if isinstance(dataset, Sized):
+        return len(dataset)
+    raise UserError(
+        f"The data set {type(dataset).__name__} has no length.",
+        "Samples are dealt to the processes by index; a stream has no index.",
+        "give it __len__ and __getitem__ (a map-style Dataset)",
+    )

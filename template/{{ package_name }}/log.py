@@ -1,0 +1,199 @@
+"""What a run says: lines on rank 0's terminal, a log file per rank, metrics.jsonl, a tracker."""
+
+import json
+import logging
+import sys
+import time
+from pathlib import Path
+from typing import Any, Protocol
+
+from tqdm import tqdm
+
+from .distributed import Process
+
+logger = logging.getLogger(__package__)
+
+
+class TerminalHandler(logging.Handler):
+    """Print above the progress bar, on stdout."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Print one record."""
+        tqdm.write(self.format(record), file=sys.stdout)
+
+
+def set_up_logging(folder: Path, process: Process) -> None:
+    """Send records to FOLDER/rank-N.log; those of rank 0, and all warnings, to the terminal too."""
+    logger.setLevel(logging.INFO)
+    logger.propagate = False
+    logger.handlers.clear()
+    terminal = TerminalHandler(logging.INFO if process.is_main else logging.WARNING)
+    terminal.setFormatter(logging.Formatter("%(message)s" if process.is_main else f"[rank {process.rank}] %(message)s"))
+    to_file = logging.FileHandler(folder / f"rank-{process.rank}.log")
+    to_file.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
+    logger.addHandler(terminal)
+    logger.addHandler(to_file)
+
+
+class RunLog:
+    """The record of a run. Rank 0 writes; on the other ranks every method does nothing."""
+
+    def __init__(self, folder: Path, process: Process, tracker: str, settings: dict[str, Any]) -> None:
+        self.is_main = process.is_main
+        self.metrics_file = folder / "metrics.jsonl"
+        self.tracker = build_tracker(tracker, folder, settings) if process.is_main else None
+        self.bar: tqdm[Any] | None = None
+        self.shows_bar = process.is_main and sys.stdout.isatty()
+
+    def rewind(self, step: int) -> None:
+        """Forget the lines after `step`: they belong to work that was lost and is done again."""
+        if not self.is_main or not self.metrics_file.exists():
+            return
+        lines = self.metrics_file.read_text().splitlines()
+        kept = [line for line in lines if is_complete(line) and json.loads(line)["step"] <= step]
+        temporary = self.metrics_file.with_suffix(".tmp")
+        temporary.write_text("".join(line + "\n" for line in kept))
+        temporary.replace(self.metrics_file)
+
+    def start_epoch(self, epoch: int, epochs: int, done: int, steps: int) -> None:
+        """Show a new progress bar. Steps are those of the epoch."""
+        if self.shows_bar:
+            self.bar = tqdm(
+                total=steps, initial=done, desc=f"epoch {epoch + 1}/{epochs}", unit="step",
+                file=sys.stdout, leave=False, dynamic_ncols=True,
+            )  # fmt: skip
+
+    def advance(self) -> None:
+        """Move the progress bar by one optimizer step."""
+        if self.bar is not None:
+            self.bar.update()
+
+    def train(self, step: int, epoch: int, metrics: dict[str, float]) -> None:
+        """Record the metrics of a log interval."""
+        self.write("train", step, epoch, metrics)
+        if self.bar is not None:
+            self.bar.set_postfix(loss=f"{metrics['loss']:.4f}", refresh=False)
+        elif self.is_main:
+            logger.info(
+                f"step {step:>6}  loss {metrics['loss']:.4f}  lr {metrics['learning_rate']:.2e}  "
+                f"{metrics['samples_per_s']:.0f} samples/s"
+            )
+
+    def end_epoch(self, step: int, epoch: int, epochs: int, metrics: dict[str, float]) -> None:
+        """Record the metrics of a validation; close the progress bar."""
+        self.write("validation", step, epoch, metrics)
+        self.close_bar()
+        shown = {name: value for name, value in metrics.items() if name != "samples"}
+        text = "  ".join(f"{name} {value:.4f}" for name, value in shown.items())
+        logger.info(
+            f"epoch {epoch + 1}/{epochs}  step {step}  validation: {text}  "
+            f"({metrics['samples']:.0f} samples)"
+        )
+
+    def write(self, kind: str, step: int, epoch: int, metrics: dict[str, float]) -> None:
+        """Append a line to metrics.jsonl and tell the tracker."""
+        if not self.is_main:
+            return
+        line = {"kind": kind, "step": step, "epoch": epoch, **metrics, "time": time.time()}
+        with self.metrics_file.open("a") as stream:
+            stream.write(json.dumps(line) + "\n")
+        if self.tracker is not None:
+            self.tracker.log({f"{kind}/{name}": value for name, value in metrics.items()}, step)
+
+    def close_bar(self) -> None:
+        """Take the progress bar off the terminal."""
+        if self.bar is not None:
+            self.bar.close()
+            self.bar = None
+
+    def close(self) -> None:
+        """Finish: flush what the tracker still holds."""
+        self.close_bar()
+        if self.tracker is not None:
+            self.tracker.close()
+
+
+def is_complete(line: str) -> bool:
+    """Return whether a line of metrics.jsonl was written to its end before a kill."""
+    try:
+        return "step" in json.loads(line)
+    except ValueError:
+        return False
+
+
+class Tracker(Protocol):
+    """Where metrics go besides metrics.jsonl. Made on rank 0 only: N ranks would make N runs."""
+
+    def log(self, metrics: dict[str, float], step: int) -> None:
+        """Send metrics of an optimizer step."""
+
+    def close(self) -> None:
+        """Send what is left."""
+
+
+def build_tracker(name: str, folder: Path, settings: dict[str, Any]) -> Tracker | None:
+    """Make the tracker called `name`, or None for "none". Call on rank 0.
+
+    Raises:
+        ModuleNotFoundError: Its package is not installed.
+    """
+    trackers = {"tensorboard": TensorBoard, "wandb": WandB, "mlflow": MLflow}
+    return trackers[name](folder, settings) if name in trackers else None
+
+
+class TensorBoard:
+    """Event files in the run folder: tensorboard --logdir runs."""
+
+    def __init__(self, folder: Path, settings: dict[str, Any]) -> None:
+        from torch.utils.tensorboard import SummaryWriter
+
+        self.writer = SummaryWriter(str(folder / "tensorboard"))
+
+    def log(self, metrics: dict[str, float], step: int) -> None:
+        """Send metrics of an optimizer step."""
+        for name, value in metrics.items():
+            self.writer.add_scalar(name, value, step)
+
+    def close(self) -> None:
+        """Send what is left."""
+        self.writer.close()
+
+
+class WandB:
+    """A run of Weights & Biases with the name of the run folder."""
+
+    def __init__(self, folder: Path, settings: dict[str, Any]) -> None:
+        import wandb
+
+        # The same id when the run goes on, so that there is one curve.
+        self.run = wandb.init(
+            id=f"{settings['run_name']}-{folder.name}", resume="allow", name=folder.name,
+            dir=str(folder), config=settings,
+        )  # fmt: skip
+
+    def log(self, metrics: dict[str, float], step: int) -> None:
+        """Send metrics of an optimizer step."""
+        self.run.log(metrics, step=step)
+
+    def close(self) -> None:
+        """Send what is left."""
+        self.run.finish()
+
+
+class MLflow:
+    """A run of MLflow with the name of the run folder."""
+
+    def __init__(self, folder: Path, settings: dict[str, Any]) -> None:
+        import mlflow
+
+        self.mlflow = mlflow
+        mlflow.start_run(run_name=folder.name)
+        mlflow.log_params(settings)
+
+    def log(self, metrics: dict[str, float], step: int) -> None:
+        """Send metrics of an optimizer step."""
+        self.mlflow.log_metrics(metrics, step=step)
+
+    def close(self) -> None:
+        """Send what is left."""
+        self.mlflow.end_run()

@@ -1,0 +1,417 @@
+"""Train a model on one or many GPUs. READ THIS FIRST: `main`, `fit`, `train_step`, `evaluate`.
+
+One process:             python -m PACKAGE.train --config configs/train.yaml
+All GPUs of a machine:   bash launch/local.sh
+By hand:                 torchrun --standalone --nproc-per-node=2 -m PACKAGE.train --config ...
+
+torchrun starts one process per GPU. Each runs this file from top to bottom on its own share of the
+data; DistributedDataParallel (DDP) averages the gradients, so that all of them take the same step.
+"""
+
+import json
+import math
+import time
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, Dataset
+
+from .checkpoint import TrainState, load_checkpoint, save_checkpoint
+from .config import Config, load_config
+from .data import build_datasets
+from .distributed import (
+    Process,
+    broadcast_from_main,
+    gather_objects,
+    main_process_first,
+    process_group,
+    run_and_exit,
+)
+from .errors import UserError
+from .loading import TrainOrder, Window, len_of, train_windows, validation_batches
+from .log import RunLog, logger, set_up_logging
+from .metrics import EvaluationSums, Stopwatch, TrainMeter
+from .model import build_model, compute_losses, compute_scores
+from .optim import build_optimizer, build_scheduler, scaled_learning_rate
+from .probe import differences, gather_environment
+from .run_folder import RunFolder, open_run_folder, write_atomically, write_config
+from .seeding import mix, seed_all, set_deterministic
+from .stopping import StopRequest
+
+
+@dataclass
+class Training:
+    """What the loop works with. Made once, in `set_up`.
+
+    Attributes:
+        ddp_model: `state.model` wrapped in DDP. Train through it; evaluate and save the bare one.
+        validation: This rank's share of the validation set.
+        n_validation: Samples of the whole validation set.
+    """
+
+    config: Config
+    process: Process
+    run: RunFolder
+    log: RunLog
+    stop: StopRequest
+    state: TrainState
+    ddp_model: DistributedDataParallel
+    train_set: Dataset[Any]
+    order: TrainOrder
+    validation: DataLoader[Any]
+    n_validation: int
+
+
+class StepResult(NamedTuple):
+    """What an optimizer step was.
+
+    Attributes:
+        grad_norm: Norm of the gradients before clipping: a scalar on the device, equal on all ranks.
+        learning_rate: The learning rate that was used.
+    """
+
+    grad_norm: torch.Tensor
+    learning_rate: float
+
+
+def main() -> None:
+    """Read the settings, join the other processes, train, leave together."""
+    config = load_config()
+    with process_group(config.device, config.timeout_s) as process:
+        stop = StopRequest()
+        stop.listen()
+        run = open_run_folder(config, process)
+        set_up_logging(run.path / "logs", process)
+        log = RunLog(run.path, process, config.tracker, config.to_dict())
+        training = set_up(config, process, run, log, stop)
+        fit(training)
+
+
+def set_up(
+    config: Config, process: Process, run: RunFolder, log: RunLog, stop: StopRequest
+) -> Training:
+    """Build everything, in the one order that is right. Collective."""
+    if config.deterministic:
+        set_deterministic()
+    # The same seed on every rank: the same initial weights, and data sets with the same content.
+    seed_all(config.seed)
+    with main_process_first(process):  # one process prepares the files, the others find them
+        train_set, validation_set = build_datasets(config.seed)
+    order = TrainOrder(
+        len_of(train_set), process.rank, process.world_size, config.micro_batch_size,
+        config.accumulation_steps, config.drop_last, config.seed,
+    )  # fmt: skip
+    order.check()
+
+    model = prepare_model(build_model(), config, process.device)
+    learning_rate = scaled_learning_rate(config, order.global_batch_size)
+    optimizer = build_optimizer(model, config, learning_rate)
+    total_steps = config.epochs * order.steps_per_epoch
+    scheduler = build_scheduler(optimizer, config.warmup_steps, total_steps)
+    scaler = torch.amp.GradScaler(process.device.type, enabled=config.precision == "fp16")
+    state = TrainState(model, optimizer, scheduler, scaler, TrainMeter(process.device))
+
+    # Load into the bare model, then wrap: DDP sends rank 0's weights to all ranks as it is built.
+    loaded = load_checkpoint(run.load_from, state, process) if run.load_from else None
+    ddp_model = DistributedDataParallel(
+        model,
+        device_ids=[process.device.index] if process.device.type == "cuda" else None,
+        gradient_as_bucket_view=True,  # gradients live in the buffers that are sent: no copy
+    )
+    training = Training(
+        config, process, run, log, stop, state, ddp_model, train_set, order,
+        validation_batches(
+            validation_set, process.rank, process.world_size, config.micro_batch_size,
+            process.device, config.num_workers,
+        ),
+        len_of(validation_set),
+    )  # fmt: skip
+    announce(training, learning_rate, total_steps, loaded.warnings if loaded else [])
+    log.rewind(state.step)
+    # From here on every rank draws other random numbers (dropout), or all would drop the same units.
+    # Mixed from the global rank: local ranks are the same on every machine.
+    seed_all(mix(config.seed, "rank", process.rank))
+    if loaded:
+        loaded.restore_own(state, process)  # last, because all of the above draws random numbers
+    return training
+
+
+def prepare_model(model: nn.Module, config: Config, device: torch.device) -> nn.Module:
+    """Move the model to its device and switch BatchNorm to its synchronised form if wanted.
+
+    Before the optimizer and before DDP: both hold on to the parameters that they are given.
+    """
+    if config.precision == "bf16" and device.type == "cuda" and not torch.cuda.is_bf16_supported():
+        raise UserError(
+            f"precision is bf16, but {torch.cuda.get_device_name(device)} cannot compute in it.",
+            "bf16 needs an Ampere GPU or newer.",
+            "--precision fp16",
+        )
+    model = model.to(device)
+    if config.sync_batchnorm and device.type == "cuda":
+        return nn.SyncBatchNorm.convert_sync_batchnorm(model)
+    return model
+
+
+def fit(training: Training) -> None:
+    """Train to the last epoch, or until somebody asks to stop. Collective."""
+    config, state, stop = training.config, training.state, training.stop
+    while state.epoch < config.epochs and not stop.agreed:
+        train_epoch(training)
+        if stop.agreed:
+            break  # saved in the middle of the epoch, which goes on next time
+        metrics = evaluate(training)
+        is_best = metrics["loss"] < state.best_loss
+        state.best_loss = min(state.best_loss, metrics["loss"])
+        training.log.end_epoch(state.step, state.epoch, config.epochs, metrics)
+        state.epoch += 1
+        state.position = 0
+        stop.agree(training.process)
+        is_end = state.epoch == config.epochs or stop.agreed
+        if config.checkpoint == "epoch" or is_end or (is_best and config.save_best):
+            save(training, is_best)
+    finish(training)
+
+
+def train_epoch(training: Training) -> None:
+    """Train on the rest of the present epoch. Collective."""
+    config, state, order = training.config, training.state, training.order
+    process, log, stop = training.process, training.log, training.stop
+    training.ddp_model.train()
+    state.meter.clock.lap()
+    done = state.position // order.global_batch_size
+    log.start_epoch(state.epoch, config.epochs, done, order.steps_per_epoch)
+    windows = train_windows(
+        training.train_set, order, state.epoch, state.position, process.device, config.num_workers
+    )
+    for window in timed(windows, state.meter.clock):
+        taken = train_step(training, window)
+        state.step += 1
+        state.position += window.n_samples
+        log.advance()
+        if state.step % config.log_every_steps == 0:
+            log_step(training, taken)
+        at_epoch_end = state.position == order.samples_per_epoch
+        due = config.checkpoint == "steps" and state.step % config.save_every_steps == 0
+        if stop.is_due(state.step) or at_epoch_end:
+            stop.agree(process)
+        # A step that ends the epoch is saved after the evaluation.
+        if stop.agreed or (due and not at_epoch_end):
+            save(training)
+        if stop.agreed:
+            return
+
+
+def train_step(training: Training, window: Window) -> StepResult:
+    """Take one optimizer step. Collective.
+
+    Args:
+        training: The loop's objects.
+        window: As many micro-batches on every rank: a backward pass waits for the other ranks.
+    """
+    process, ddp_model, scaler = training.process, training.ddp_model, training.state.scaler
+    weight = total_weight(window, process)
+    loss_total = torch.zeros((), device=process.device)
+    for index, micro_batch in enumerate(window.micro_batches):
+        batch = micro_batch.to(process.device)
+        is_last = index == len(window.micro_batches) - 1
+        # DDP averages the gradients in every backward pass, unless it is told not to. It decides in
+        # the forward pass, so both are inside. Without this, accumulation costs as much
+        # communication per forward pass as training without it.
+        with nullcontext() if is_last else ddp_model.no_sync():
+            with autocast(training.config.precision, process.device):
+                outputs = ddp_model(batch.inputs)
+            losses = compute_losses(outputs.float(), batch.targets)
+            loss_sum = losses.sum() if batch.weights is None else losses.dot(batch.weights)
+            # DDP divides by the number of processes. Multiplying by it, and dividing by the weight
+            # of the whole step, gives the mean over all samples, however they were dealt; also in
+            # a last step with fewer samples.
+            scaler.scale(loss_sum * (process.world_size / weight)).backward()
+        loss_total += loss_sum.detach()
+    training.state.meter.add(loss_total, weight, window.n_samples)
+    return apply_gradients(training)
+
+
+def total_weight(window: Window, process: Process) -> float:
+    """Return the weight of the step's samples over all ranks. Collective if the data has weights."""
+    if not window.weighted:
+        return float(window.n_samples)  # every sample weighs 1: nothing to ask the others
+    own = sum(m.weights.sum(dtype=torch.float64) for m in window.micro_batches if m.weights is not None)
+    total = torch.as_tensor(own)
+    dist.all_reduce(total, group=process.control)
+    return total.item()
+
+
+def apply_gradients(training: Training) -> StepResult:
+    """Clip, step and clear, in the order that is right for scaled gradients."""
+    state, max_norm = training.state, training.config.max_grad_norm or float("inf")
+    scaler, optimizer = state.scaler, state.optimizer
+    scaler.unscale_(optimizer)  # clipping scaled gradients would clip them to almost nothing
+    # After the all-reduce the gradients, and so their norm, are the same on every rank.
+    norm = nn.utils.clip_grad_norm_(training.ddp_model.parameters(), max_norm)
+    result = StepResult(norm, state.scheduler.get_last_lr()[0])
+    scale = scaler.get_scale()
+    scaler.step(optimizer)
+    scaler.update()
+    # fp16 skips a step with infinite gradients and lowers the scale. Infinity on one rank is
+    # infinity on all, through the average, so all skip the same steps.
+    if scaler.get_scale() >= scale:
+        state.scheduler.step()
+    optimizer.zero_grad(set_to_none=True)
+    return result
+
+
+@torch.no_grad()
+def evaluate(training: Training) -> dict[str, float]:
+    """Return loss, scores and number of samples of the whole validation set. Collective.
+
+    Through the bare model: DDP's forward pass communicates, and ranks may have different numbers of
+    batches here. Nothing is communicated inside the loop, and sums and counts are added up, so that
+    every sample counts once and the result does not depend on the number of processes.
+    """
+    process, model = training.process, training.state.model
+    for buffer in model.buffers():
+        # BatchNorm's running statistics are each rank's own; evaluate, and save, one and the same.
+        dist.broadcast(buffer, src=0)
+    model.eval()
+    sums = EvaluationSums(process.device)
+    for micro_batch in training.validation:
+        batch = micro_batch.to(process.device)
+        with autocast(training.config.precision, process.device):
+            outputs = model(batch.inputs)
+        losses = compute_losses(outputs.float(), batch.targets)
+        weights = torch.ones_like(losses) if batch.weights is None else batch.weights
+        sums.add("samples", float(len(losses)))
+        sums.add("weight", weights)
+        sums.add("loss", losses * weights)
+        for name, values in compute_scores(outputs.float(), batch.targets).items():
+            sums.add(name, values * weights)
+    totals = sums.reduce(process)
+    samples, weight = totals.pop("samples"), totals.pop("weight")
+    if samples != training.n_validation:
+        raise RuntimeError(f"evaluated {samples:.0f} samples of {training.n_validation}")
+    return {**{name: total / weight for name, total in totals.items()}, "samples": samples}
+
+
+def save(training: Training, is_best: bool = False) -> None:
+    """Save a checkpoint, if this run has any. Collective."""
+    config = training.config
+    if config.checkpoint != "none":
+        save_checkpoint(
+            training.run.checkpoints, training.state, training.process,
+            config.keep_checkpoints, is_best and config.save_best,
+        )  # fmt: skip
+
+
+def log_step(training: Training, taken: StepResult) -> None:
+    """Record the means since the last line, and look whether they are numbers. Collective."""
+    state = training.state
+    metrics = state.meter.reduce()
+    metrics["learning_rate"] = taken.learning_rate
+    metrics["grad_norm"] = taken.grad_norm.item()
+    training.log.train(state.step, state.epoch, metrics)
+    training.stop.pace(metrics["step_ms"] / 1000)
+    if not math.isfinite(metrics["loss"]):
+        first = max(1, state.step - training.config.log_every_steps + 1)
+        raise UserError(
+            f"The training loss is {metrics['loss']} in steps {first} to {state.step}.",
+            "The weights are no longer numbers; more training cannot repair them.",
+            "lower --learning_rate, or look at the data of these steps; then --resume none",
+        )
+
+
+def finish(training: Training) -> None:
+    """Say how the run ended, in the run folder and on the terminal. Collective."""
+    state, run, stop = training.state, training.run, training.stop
+    finished = state.epoch == training.config.epochs
+    reasons = [reason for reason in gather_objects(stop.reason, training.process) if reason]
+    training.log.close()
+    if not training.process.is_main:
+        return
+    details = {"step": state.step, "epoch": state.epoch, "reason": reasons[0] if reasons else None}
+    run.write_status("finished" if finished else "stopped", **details)
+    if finished:
+        logger.info(f"finished after step {state.step}; everything is in {run.path}")
+    else:
+        logger.info(f"stopped by {reasons[0]} after step {state.step}; the same command goes on")
+
+
+def announce(
+    training: Training, learning_rate: float, total_steps: int, warnings: list[str]
+) -> None:
+    """Print and write down what this run is: machines, batch, learning rate. Collective."""
+    config, process, run = training.config, training.process, training.run
+    environment = gather_environment(process)
+
+    def write() -> None:
+        write_config(run.path, config)
+        text = json.dumps(environment, indent=1) + "\n"
+        write_atomically(run.path / "environment.json", text)
+        run.write_status("running", step=training.state.step)
+
+    broadcast_from_main(write, process)
+    if not process.is_main:
+        return
+    for line in [*run.notes, *ledger(training, learning_rate, total_steps, environment)]:
+        logger.info(line)
+    if config.sync_batchnorm and process.device.type != "cuda":
+        warnings = [*warnings, "sync_batchnorm needs GPUs: plain BatchNorm is used"]
+    for line in [*warnings, *differences(environment)]:
+        logger.warning(f"warning: {line}")
+
+
+def ledger(
+    training: Training, learning_rate: float, total_steps: int, environment: list[dict[str, Any]]
+) -> list[str]:
+    """Return the header of a run: every number that is derived, with its derivation."""
+    config, order, first = training.config, training.order, environment[0]
+    hosts = len({facts["host"] for facts in environment})
+    n_parameters = sum(p.numel() for p in training.state.model.parameters())
+    scaling = "" if config.lr_scaling == "none" else (
+        f" = {config.learning_rate:g} for {config.lr_reference_batch_size}, {config.lr_scaling} scaling"
+    )  # fmt: skip
+    saving = {
+        "none": "none",
+        "epoch": "after every epoch",
+        "steps": f"every {config.save_every_steps} steps",
+    }[config.checkpoint]
+    return [
+        f"run            {training.run.path}",
+        f"processes      {order.world_size} on {hosts} machine(s), {first['device_name']}, "
+        f"{first['backend']}, torch {first['torch']}, {first['threads']} thread(s) each",
+        f"model          {n_parameters:,} parameters, {config.precision}",
+        f"global batch   {order.global_batch_size} = {config.micro_batch_size} per forward pass x "
+        f"{config.accumulation_steps} forward passes x {order.world_size} processes",
+        f"data           {order.n_samples:,} training samples, {order.samples_per_epoch:,} used per "
+        f"epoch; {training.n_validation:,} for validation",
+        f"steps          {total_steps} = {order.steps_per_epoch} per epoch x {config.epochs} epochs",
+        f"learning rate  {learning_rate:g}{scaling}, {config.warmup_steps} warm-up steps, then cosine",
+        f"checkpoints    {saving}",
+    ]
+
+
+def autocast(precision: str, device: torch.device) -> AbstractContextManager[Any]:
+    """Return the context of a forward pass. In fp32 it changes nothing."""
+    dtype = torch.float16 if precision == "fp16" else torch.bfloat16
+    return torch.autocast(device.type, dtype=dtype, enabled=precision != "fp32")
+
+
+def timed(windows: Iterator[Window], clock: Stopwatch) -> Iterator[Window]:
+    """Yield the windows and note how long each was waited for."""
+    while True:
+        started = time.perf_counter()
+        window = next(windows, None)
+        clock.data_s += time.perf_counter() - started
+        if window is None:
+            return
+        yield window
+
+
+if __name__ == "__main__":
+    run_and_exit(main)

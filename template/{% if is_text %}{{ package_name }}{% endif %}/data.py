@@ -19,7 +19,7 @@ VALIDATION_SHARE = 0.1
 
 
 class Passages(Dataset[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]):
-    """Texts cut into passages; each target is the next byte. The last passage of a text is shorter."""
+    """Texts cut into passages; targets are the next bytes. The last passage is shorter."""
 
     def __init__(self, texts: list[str]) -> None:
         """Keep the texts in memory as bytes."""

@@ -13,7 +13,9 @@ from .data import IGNORED, SEQUENCE_LENGTH, VOCABULARY
 class Transformer(nn.Module):
     """A small decoder-only transformer over bytes."""
 
-    def __init__(self, width: int = 128, layers: int = 2, heads: int = 4, dropout: float = 0.1) -> None:
+    def __init__(
+        self, width: int = 128, layers: int = 2, heads: int = 4, dropout: float = 0.1
+    ) -> None:
         super().__init__()
         self.tokens = nn.Embedding(VOCABULARY, width)
         self.positions = nn.Parameter(0.02 * torch.randn(SEQUENCE_LENGTH, width))

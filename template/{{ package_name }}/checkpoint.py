@@ -2,8 +2,8 @@
 
 A checkpoint is two files: step-00000120.pt, and step-00000120.json, written last, which holds the
 SHA-256 of the first. One without the other, or with another sum, does not count. At the end of an
-epoch the name goes on: step-00000120-epoch-0004.pt. `last.json` and `best.json` are copies of such a
-.json file and tell which checkpoint is meant.
+epoch the name goes on: step-00000120-epoch-0004.pt. `last.json` and `best.json` are copies of such
+a .json file and tell which checkpoint is meant.
 """
 
 import hashlib
@@ -14,7 +14,7 @@ import os
 import re
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import IO, Any, BinaryIO, cast
 
 import torch
 from torch import nn
@@ -117,14 +117,14 @@ def save_checkpoint(
 
 
 def write_files(folder: Path, saved: dict[str, Any], is_best: bool) -> None:
-    """Write data, then its description, then the pointers. A kill in between leaves the old ones."""
+    """Write data, then its description, then the pointers. A kill in between leaves the old."""
     at_epoch_end = saved["position"] == 0
     end = f"-epoch-{saved['epoch']:04d}" if at_epoch_end else ""
     file = folder / f"step-{saved['step']:08d}{end}.pt"
     temporary = folder / f".{file.name}.tmp"
     with temporary.open("wb") as stream:
         digest = HashingWriter(stream)
-        torch.save(saved, digest)
+        torch.save(saved, cast(IO[bytes], digest))
         stream.flush()
         os.fsync(stream.fileno())
     description = {
@@ -175,7 +175,7 @@ def sync_folder(folder: Path) -> None:
 
 
 def remove_old(folder: Path, keep: int) -> None:
-    """Remove all but the newest `keep` checkpoints and the best one, and leftovers of killed saves."""
+    """Remove all but the newest `keep` checkpoints and the best; and what killed saves left."""
     pointer = folder / "best.json"
     best = json.loads(pointer.read_text())["file"] if pointer.exists() else ""
     for file in step_files(folder)[:-keep]:
@@ -226,7 +226,7 @@ def choose_checkpoint(source: Path) -> tuple[Path | None, list[str]]:
                 f"choose another one: ls {source.parent}",
             )
         return source, []
-    warnings = []
+    warnings: list[str] = []
     for file in reversed(step_files(source)):
         if not (problem := problem_with(file)):
             return file, warnings

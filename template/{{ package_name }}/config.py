@@ -6,6 +6,7 @@ Order of precedence: the defaults below, then `--config FILE`, then `--key value
 import dataclasses
 import difflib
 import os
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -112,10 +113,11 @@ class Config:
         for name, low in at_least.items():
             value = getattr(self, name)
             if not value >= low or value == float("inf"):
+                default = getattr(type(self), name)
                 raise UserError(
                     f"{name} is {value}.",
                     f"It must be a number from {low} up.",
-                    f"--{name} {max(low, 1)}",
+                    f"--{name} {default} (the default)",
                 )
         if not self.run_name or self.run_name.startswith(".") or "/" in self.run_name:
             raise UserError(
@@ -149,9 +151,11 @@ def load_config(argv: Sequence[str] | None = None) -> Config:
 
 def build_parser() -> ArgumentParser:
     """Make the command line out of `Config`."""
-    # torchrun starts every process with COLUMNS unset; help is read by people at terminals.
     parser = ArgumentParser(
-        prog=f"python -m {__package__}.train", exit_on_error=False, description=__doc__
+        prog=f"python -m {__package__}.train",
+        description="Train. The defaults below are those of the code; --config brings others.",
+        exit_on_error=False,
+        allow_abbrev=False,
     )
     parser.add_argument("--config", action="config", help="YAML file with any of the keys below.")
     parser.add_class_arguments(Config)
@@ -166,20 +170,25 @@ def namespace_to_dict(namespace: Namespace) -> dict[str, Any]:
 
 def explain(message: str) -> UserError:
     """Turn jsonargparse's message into one with a way out."""
-    names = [field.name for field in dataclasses.fields(Config)]
-    first_line, *rest = message.replace("Problems parsing config: ", "not valid YAML: ").splitlines()
-    words = [word.strip("\"'`:-=").split("=")[0] for word in first_line.split()]
-    unknown = "unrecognized" in first_line or "not accepted" in first_line
-    candidates = [word for word in words if word not in names] if unknown else []
-    near = [match for word in candidates for match in difflib.get_close_matches(word, names, n=1)]
-    what = " ".join([first_line.rstrip(":"), *(line.strip() for line in rest)])
-    if near:
-        return UserError(what, "There is no such knob.", f"did you mean {near[0]}?")
-    if unknown:
-        return UserError(what, "There is no such knob.", "--help lists all knobs")
-    if "False" in message and "Literal" in message:
-        return UserError(what, "YAML reads a bare off, no or false as a boolean.", "put it in quotes")
-    return UserError(what, "The settings cannot be used as they are.", "--help lists all knobs")
+    knobs = [field.name for field in dataclasses.fields(Config)]
+    text = " ".join(line.strip() for line in message.splitlines())
+    if wrong := re.search(r'key "(\w+)": Expected a (.+?)\. Got value: (.*)', text):
+        name, kind, value = wrong.groups()
+        kind = re.sub(r"<class '(\w+)'>|typing\.Literal\[(.*)\]", r"\1\2", kind)
+        hint = " YAML reads a bare off, no or false as False." if value == "False" else ""
+        return UserError(
+            f"{name} is {value}.",
+            f"It must be: {kind}.{hint}",
+            f"--{name} {getattr(Config, name)} (the default)",
+        )
+    if unknown := re.search(r"unrecognized arguments: (.*)|Option '(.*)' is not accepted", text):
+        word = (unknown[1] or unknown[2]).lstrip("-").split()[0].split("=")[0]
+        near = difflib.get_close_matches(word, knobs, n=1, cutoff=0.5)
+        fix = f"did you mean --{near[0]}?" if near else "--help lists all knobs"
+        return UserError(f"{unknown[1] or unknown[2]} is not known.", "There is no such knob.", fix)
+    text = text.replace("Problems parsing config", "The --config file is not valid YAML")
+    text = text.replace('Parser key "config": File', "The --config file")
+    return UserError(text, "Without its settings there is no run.", "--help lists all knobs")
 
 
 def changed_settings(old: dict[str, Any], new: dict[str, Any]) -> dict[str, tuple[Any, Any]]:

@@ -6,6 +6,7 @@ skips one leaves the others waiting until the timeout.
 
 import ctypes
 import os
+import select
 import signal
 import socket
 import sys
@@ -24,7 +25,8 @@ from .errors import UserError
 
 T = TypeVar("T")
 
-LAUNCH_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+LAUNCH_NUMBERS = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_PORT")
+LAUNCH_VARIABLES = (*LAUNCH_NUMBERS, "MASTER_ADDR")
 
 
 @dataclass(frozen=True)
@@ -77,16 +79,16 @@ def process_group(device: str = "auto", timeout_s: float = 600.0) -> Iterator[Pr
         # Before the group is made: otherwise every rank opens a context on GPU 0.
         torch.cuda.set_device(my_device)
     backend = "nccl" if on_gpu else "gloo"
-    device_id = {"device_id": my_device} if on_gpu else {}
+    alone: dict[str, Any] = {}
     if env:
         die_with_launcher()
-        dist.init_process_group(backend, timeout=timeout, **device_id)
     else:
         # A group of one needs no port.
-        store = dist.HashStore()
-        dist.init_process_group(
-            backend, store=store, rank=0, world_size=1, timeout=timeout, **device_id
-        )
+        alone = {"store": dist.HashStore(), "rank": 0, "world_size": 1}
+    # device_id lets NCCL connect at once; gloo does not know it.
+    dist.init_process_group(
+        backend, timeout=timeout, device_id=my_device if on_gpu else None, **alone
+    )
     world = dist.group.WORLD
     assert world is not None
     control = dist.new_group(backend="gloo", timeout=timeout) if on_gpu else world
@@ -119,11 +121,11 @@ def launch_environment() -> dict[str, int]:
             "A launcher sets all of them; with some missing, the processes cannot find each other.",
             f"start with torchrun, or for one process: env -u {' -u '.join(present)} python -m ...",
         )
-    numbers = [name for name in LAUNCH_VARIABLES if name != "MASTER_ADDR"]
-    wrong = [f"{name}={os.environ[name]}" for name in numbers if not os.environ[name].isdecimal()]
+    values = {name: os.environ[name] for name in LAUNCH_NUMBERS}
+    wrong = [f"{name}={value}" for name, value in values.items() if not value.isdecimal()]
     if wrong:
         raise UserError(f"{', '.join(wrong)}.", "These must be numbers.", "start with torchrun")
-    return {name: int(os.environ[name]) for name in numbers}
+    return {name: int(value) for name, value in values.items()}
 
 
 def choose_device(wanted: str, local_rank: int, local_world_size: int) -> torch.device:
@@ -163,22 +165,58 @@ def run_and_exit(main: Callable[[], None]) -> NoReturn:
     group may still run while the interpreter is taken down.
     Source: https://github.com/pytorch/pytorch/issues/190489
     """
+
+    def guarded() -> None:
+        try:
+            main()
+        except RuntimeError as error:
+            if is_lost_connection(error):
+                leave_the_blame()
+            raise
+
     code = 0
     try:
-        record(main)()
+        record(guarded)()
     except UserError as error:
         say_once(f"error: {error}")
         code = 2
     except SystemExit as stop:
         code = stop.code if isinstance(stop.code, int) else int(stop.code is not None)
     except BaseException as error:
-        name = f"rank {os.environ.get('RANK', '0')} on {socket.gethostname()}"
         summary = traceback.format_exception_only(type(error), error)[-1].strip()
-        print(f"[{name}] failed: {summary}\n{traceback.format_exc()}", file=sys.stderr, end="")
+        print(f"{whoami()} failed: {summary}\n{traceback.format_exc()}", file=sys.stderr, end="")
         code = 1
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)
+
+
+def is_lost_connection(error: RuntimeError) -> bool:
+    """Return whether the error only says that another rank is gone."""
+    return "gloo" in str(error) or isinstance(error, dist.DistBackendError)
+
+
+def leave_the_blame(wait_s: float = 5.0) -> None:
+    """End this process without an error of its own, if another rank failed before it.
+
+    When one rank fails, the others lose their connection to it within the same second, and torchrun
+    might name one of them as the cause. So they wait for torchrun to end them. It does not if no
+    other rank has failed; then this function returns.
+    """
+    if not launch_environment():
+        return
+    reader, writer = socket.socketpair()
+    writer.setblocking(False)
+    signal.set_wakeup_fd(writer.fileno())  # any thread may get the signal; this one wakes up
+    signal.signal(signal.SIGTERM, lambda *_: None)
+    if select.select([reader], [], [], wait_s)[0]:
+        print(f"{whoami()} ended: another rank failed", file=sys.stderr, flush=True)
+        os._exit(1)
+
+
+def whoami() -> str:
+    """Return the name of this process in error messages."""
+    return f"[rank {os.environ.get('RANK', '0')} on {socket.gethostname()}]"
 
 
 def say_once(message: str) -> None:

@@ -1,17 +1,21 @@
 """Which sample goes where: the order of an epoch, cut into global batches and dealt to the ranks.
 
-Optimizer step k of an epoch trains on positions k * G to (k + 1) * G of the epoch's order, where G is
-the global batch size, whatever the number of processes, their micro-batch size and accumulation.
+Optimizer step k of an epoch trains on positions k * G to (k + 1) * G of the epoch's order, where G
+is the global batch size, whatever the number of processes, micro-batch size and accumulation.
 That is why N processes train like one, and why a run can go on in the middle of an epoch.
 """
 
+import multiprocessing
 from collections.abc import Callable, Iterator, Sized
 from dataclasses import dataclass
+from multiprocessing.context import BaseContext
 from typing import Any
 
 import torch
 from torch.utils.data import DataLoader, Dataset
 
+from .config import Config
+from .distributed import Process
 from .errors import UserError
 from .seeding import generator
 
@@ -197,22 +201,17 @@ def void_repeats(micro_batch: MicroBatch, real: int, size: int) -> None:
     micro_batch.weights[real:] = 0
 
 
-def validation_batches(
-    dataset: Dataset[Any],
-    rank: int,
-    world_size: int,
-    batch_size: int,
-    device: torch.device,
-    num_workers: int = 0,
-) -> DataLoader[Any]:
+def validation_batches(dataset: Dataset[Any], config: Config, process: Process) -> DataLoader[Any]:
     """Return this rank's share of the validation set: every sample on exactly one rank.
 
     Not padded to equal sizes as a DistributedSampler would: padding counts samples twice. Ranks may
     have different numbers of batches, or none, so evaluation may not communicate between batches.
     """
-    mine = range(rank, len_of(dataset), world_size)
-    batches = [list(mine[i : i + batch_size]) for i in range(0, len(mine), batch_size)]
-    return build_loader(dataset, batches, generator("validation"), device, num_workers)
+    mine = range(process.rank, len_of(dataset), process.world_size)
+    size = config.micro_batch_size
+    batches = [list(mine[i : i + size]) for i in range(0, len(mine), size)]
+    stream = generator("validation")
+    return build_loader(dataset, batches, stream, process.device, config.num_workers)
 
 
 def build_loader(
@@ -231,9 +230,21 @@ def build_loader(
         num_workers=num_workers,
         generator=stream,
         pin_memory=on_gpu,
-        # A forked worker would inherit the parent's CUDA and NCCL threads in an unknown state.
-        multiprocessing_context="forkserver" if on_gpu and num_workers > 0 else None,
+        multiprocessing_context=worker_context(on_gpu) if num_workers > 0 else None,
     )
+
+
+def worker_context(on_gpu: bool) -> BaseContext:
+    """Return how loader processes are started.
+
+    With a GPU they come from a server without CUDA: a fork of the training process would inherit
+    the threads of CUDA and NCCL in an unknown state. The server imports torch once, not per worker.
+    """
+    if not on_gpu:
+        return multiprocessing.get_context("fork")
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload([f"{__package__}.data"])
+    return context
 
 
 def collate(items: list[tuple[Any, ...]]) -> MicroBatch:

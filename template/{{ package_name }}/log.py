@@ -4,6 +4,7 @@ import json
 import logging
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -28,7 +29,8 @@ def set_up_logging(folder: Path, process: Process) -> None:
     logger.propagate = False
     logger.handlers.clear()
     terminal = TerminalHandler(logging.INFO if process.is_main else logging.WARNING)
-    terminal.setFormatter(logging.Formatter("%(message)s" if process.is_main else f"[rank {process.rank}] %(message)s"))
+    prefix = "" if process.is_main else f"[rank {process.rank}] "
+    terminal.setFormatter(logging.Formatter(prefix + "%(message)s"))
     to_file = logging.FileHandler(folder / f"rank-{process.rank}.log")
     to_file.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
     logger.addHandler(terminal)
@@ -38,7 +40,9 @@ def set_up_logging(folder: Path, process: Process) -> None:
 class RunLog:
     """The record of a run. Rank 0 writes; on the other ranks every method does nothing."""
 
-    def __init__(self, folder: Path, process: Process, tracker: str, settings: dict[str, Any]) -> None:
+    def __init__(
+        self, folder: Path, process: Process, tracker: str, settings: dict[str, Any]
+    ) -> None:
         self.is_main = process.is_main
         self.metrics_file = folder / "metrics.jsonl"
         self.tracker = build_tracker(tracker, folder, settings) if process.is_main else None
@@ -137,6 +141,7 @@ def build_tracker(name: str, folder: Path, settings: dict[str, Any]) -> Tracker 
     Raises:
         ModuleNotFoundError: Its package is not installed.
     """
+    trackers: dict[str, Callable[[Path, dict[str, Any]], Tracker]]
     trackers = {"tensorboard": TensorBoard, "wandb": WandB, "mlflow": MLflow}
     return trackers[name](folder, settings) if name in trackers else None
 

@@ -28,12 +28,13 @@ def describe_process(process: Process) -> dict[str, Any]:
     """Return the facts about this rank that explain most failures."""
     on_gpu = process.device.type == "cuda"
     properties = torch.cuda.get_device_properties(process.device) if on_gpu else None
+    cpu_name = platform.processor() or platform.machine()
     return {
         "rank": process.rank,
         "local_rank": process.local_rank,
         "host": socket.gethostname(),
         "device": str(process.device),
-        "device_name": properties.name if properties else platform.processor() or platform.machine(),
+        "device_name": properties.name if properties else cpu_name,
         "device_memory_gib": round(properties.total_memory / 2**30, 1) if properties else None,
         "python": platform.python_version(),
         "torch": torch.__version__,
@@ -68,8 +69,8 @@ def differences(environment: list[dict[str, Any]]) -> list[str]:
         for facts in environment:
             ranks_with.setdefault(str(facts[name]), []).append(facts["rank"])
         if name not in INDIVIDUAL and len(ranks_with) > 1:
-            values = "; ".join(f"{value} on rank {short(ranks)}" for value, ranks in ranks_with.items())
-            lines.append(f"{name} is not the same everywhere: {values}")
+            values = [f"{value} on rank {short(ranks)}" for value, ranks in ranks_with.items()]
+            lines.append(f"{name} is not the same everywhere: {'; '.join(values)}")
     return lines
 
 
@@ -114,16 +115,19 @@ def report(process: Process, environment: list[dict[str, Any]]) -> None:
     say = print if process.is_main else lambda *_: None
     for facts in environment:
         say(
-            f"rank {facts['rank']:>4}  {facts['host']}  {facts['device']} ({facts['device_name']})  "
-            f"torch {facts['torch']}  {facts['backend']}  {facts['cores']} cores, "
-            f"{facts['threads']} threads, /dev/shm {facts['free_shm_gib']} GiB free"
+            f"rank {facts['rank']:>4}  {facts['host']}  {facts['device']} ({facts['device_name']})",
+            f" torch {facts['torch']}  {facts['backend']}  {facts['cores']} cores,",
+            f"{facts['threads']} threads, /dev/shm {facts['free_shm_gib']} GiB free",
         )
-    for line in differences(environment) or ["the same everywhere: versions, backend, cores, network"]:
+    for line in differences(environment):
         say(line)
+    if not differences(environment):
+        say("the same everywhere: versions, backend, cores, network")
     check_communication(process)
     say(f"all-reduce over {process.world_size} processes: the sum is right")
     for mib in (0.25, 4, 64) if process.world_size > 1 else ():
-        say(f"all-reduce of {mib:>5} MiB: {measure_all_reduce(process, mib):.2f} GiB/s bus bandwidth")
+        speed = measure_all_reduce(process, mib)
+        say(f"all-reduce of {mib:>5} MiB: {speed:.2f} GiB/s bus bandwidth")
 
 
 def main() -> None:
@@ -133,7 +137,7 @@ def main() -> None:
         description="Show what every rank runs on and whether the ranks can talk to each other.",
     )
     parser.add_argument("--device", choices=["auto", "cuda", "cpu"], default="auto")
-    parser.add_argument("--timeout_s", type=float, default=60.0, help="seconds to wait for the others")
+    parser.add_argument("--timeout_s", type=float, default=60.0, help="seconds to wait")
     arguments = parser.parse_args(sys.argv[1:])
     with process_group(arguments.device, arguments.timeout_s) as process:
         report(process, gather_environment(process))

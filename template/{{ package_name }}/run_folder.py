@@ -1,12 +1,12 @@
 """Which folder a run writes to: a new one, or that of an unfinished run to go on with.
 
-    runs/train-001/
-        config.yaml         all settings of the run, as they were resolved
-        environment.json    machine, versions and devices of every rank
-        metrics.jsonl       one line per log interval and per epoch
-        status.json         running, stopped, failed or finished, and why
-        logs/               one file per rank
-        checkpoints/        step-00000120.pt and its .json, last.json, best.json
+runs/train-001/
+    config.yaml         all settings of the run, as they were resolved
+    environment.json    machine, versions and devices of every rank
+    metrics.jsonl       one line per log interval and per epoch
+    status.json         running, stopped, failed or finished, and why
+    logs/               one file per rank
+    checkpoints/        step-00000120.pt and its .json, last.json, best.json
 """
 
 import fcntl
@@ -73,7 +73,7 @@ def choose_run_folder(config: Config) -> RunFolder:
     if config.resume == "none" or newest is None or read_status(newest) in ("finished", None):
         return new_run_folder(config)
     if not lock(newest):
-        return new_run_folder(config, f"{newest} is in use by another job; this is a run of its own")
+        return new_run_folder(config, f"{newest} is in use by another job; this is a new run")
     changes = changed_settings(read_config(newest), config.to_dict())
     if changes:
         release_last_lock()

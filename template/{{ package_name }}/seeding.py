@@ -15,7 +15,8 @@ import torch
 def mix(*parts: int | str) -> int:
     """Hash numbers and words into one seed.
 
-    Adding them (`seed + rank`) makes rank 1 of seed 0 the same as rank 0 of seed 1; a hash does not.
+    Adding them (`seed + rank`) makes rank 1 of seed 0 the same as rank 0 of seed 1; a hash does
+    not.
 
     Returns:
         A number from 0 to 2**63 - 1, the same on every machine.
@@ -50,10 +51,10 @@ def set_deterministic() -> None:
 def capture_rng(device: torch.device) -> dict[str, Any]:
     """Return the state of this process's random number generators, as tensors and plain values."""
     version, numbers, gauss = random.getstate()
-    kind, keys, position, has_gauss, cached = np.random.get_state(legacy=True)
+    kind, keys, position, has_gauss, cached = np.random.get_state()
     return {
         "python": [version, torch.tensor(numbers), gauss],
-        "numpy": [kind, torch.tensor(keys.astype(np.int64)), position, has_gauss, cached],
+        "numpy": [kind, torch.tensor(np.asarray(keys, np.int64)), position, has_gauss, cached],
         "torch": torch.get_rng_state(),
         "cuda": torch.cuda.get_rng_state(device) if device.type == "cuda" else None,
     }

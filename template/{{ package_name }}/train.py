@@ -72,7 +72,7 @@ class StepResult(NamedTuple):
     """What an optimizer step was.
 
     Attributes:
-        grad_norm: Norm of the gradients before clipping: a scalar on the device, equal on all ranks.
+        grad_norm: Norm of the gradients before clipping: a scalar on the device, equal everywhere.
         learning_rate: The learning rate that was used.
     """
 
@@ -84,19 +84,15 @@ def main() -> None:
     """Read the settings, join the other processes, train, leave together."""
     config = load_config()
     with process_group(config.device, config.timeout_s) as process:
-        stop = StopRequest()
-        stop.listen()
-        run = open_run_folder(config, process)
-        set_up_logging(run.path / "logs", process)
-        log = RunLog(run.path, process, config.tracker, config.to_dict())
-        training = set_up(config, process, run, log, stop)
-        fit(training)
+        fit(set_up(config, process))
 
 
-def set_up(
-    config: Config, process: Process, run: RunFolder, log: RunLog, stop: StopRequest
-) -> Training:
+def set_up(config: Config, process: Process) -> Training:
     """Build everything, in the one order that is right. Collective."""
+    stop = StopRequest()
+    stop.listen()
+    run = open_run_folder(config, process)
+    set_up_logging(run.path / "logs", process)
     if config.deterministic:
         set_deterministic()
     # The same seed on every rank: the same initial weights, and data sets with the same content.
@@ -104,42 +100,54 @@ def set_up(
     with main_process_first(process):  # one process prepares the files, the others find them
         train_set, validation_set = build_datasets(config.seed)
     order = TrainOrder(
-        len_of(train_set), process.rank, process.world_size, config.micro_batch_size,
-        config.accumulation_steps, config.drop_last, config.seed,
-    )  # fmt: skip
-    order.check()
-
-    model = prepare_model(build_model(), config, process.device)
-    learning_rate = scaled_learning_rate(config, order.global_batch_size)
-    optimizer = build_optimizer(model, config, learning_rate)
-    total_steps = config.epochs * order.steps_per_epoch
-    scheduler = build_scheduler(optimizer, config.warmup_steps, total_steps)
-    scaler = torch.amp.GradScaler(process.device.type, enabled=config.precision == "fp16")
-    state = TrainState(model, optimizer, scheduler, scaler, TrainMeter(process.device))
-
-    # Load into the bare model, then wrap: DDP sends rank 0's weights to all ranks as it is built.
-    loaded = load_checkpoint(run.load_from, state, process) if run.load_from else None
-    ddp_model = DistributedDataParallel(
-        model,
-        device_ids=[process.device.index] if process.device.type == "cuda" else None,
-        gradient_as_bucket_view=True,  # gradients live in the buffers that are sent: no copy
+        n_samples=len_of(train_set),
+        rank=process.rank,
+        world_size=process.world_size,
+        micro_batch_size=config.micro_batch_size,
+        accumulation_steps=config.accumulation_steps,
+        drop_last=config.drop_last,
+        seed=config.seed,
     )
+    order.check()
+    state = build_state(config, process, order)
+    # Load into the bare model, then wrap it: DDP sends rank 0's weights to all as it is built.
+    loaded = load_checkpoint(run.load_from, state, process) if run.load_from else None
     training = Training(
-        config, process, run, log, stop, state, ddp_model, train_set, order,
-        validation_batches(
-            validation_set, process.rank, process.world_size, config.micro_batch_size,
-            process.device, config.num_workers,
-        ),
-        len_of(validation_set),
-    )  # fmt: skip
-    announce(training, learning_rate, total_steps, loaded.warnings if loaded else [])
-    log.rewind(state.step)
-    # From here on every rank draws other random numbers (dropout), or all would drop the same units.
+        config=config,
+        process=process,
+        run=run,
+        log=RunLog(run.path, process, config.tracker, config.to_dict()),
+        stop=stop,
+        state=state,
+        ddp_model=wrap_model(state.model, process.device),
+        train_set=train_set,
+        order=order,
+        validation=validation_batches(validation_set, config, process),
+        n_validation=len_of(validation_set),
+    )
+    announce(training, loaded.warnings if loaded else [])
+    training.log.rewind(state.step)
+    # From here on every rank draws other random numbers, or all would drop the same units.
     # Mixed from the global rank: local ranks are the same on every machine.
     seed_all(mix(config.seed, "rank", process.rank))
     if loaded:
         loaded.restore_own(state, process)  # last, because all of the above draws random numbers
     return training
+
+
+def build_state(config: Config, process: Process, order: TrainOrder) -> TrainState:
+    """Make the model, its optimizer and all else that changes during training."""
+    model = prepare_model(build_model(), config, process.device)
+    learning_rate = scaled_learning_rate(config, order.global_batch_size)
+    optimizer = build_optimizer(model, config, learning_rate)
+    total_steps = config.epochs * order.steps_per_epoch
+    return TrainState(
+        model=model,
+        optimizer=optimizer,
+        scheduler=build_scheduler(optimizer, config.warmup_steps, total_steps),
+        scaler=torch.amp.GradScaler(process.device.type, enabled=config.precision == "fp16"),
+        meter=TrainMeter(process.device),
+    )
 
 
 def prepare_model(model: nn.Module, config: Config, device: torch.device) -> nn.Module:
@@ -155,8 +163,20 @@ def prepare_model(model: nn.Module, config: Config, device: torch.device) -> nn.
         )
     model = model.to(device)
     if config.sync_batchnorm and device.type == "cuda":
-        return nn.SyncBatchNorm.convert_sync_batchnorm(model)
+        model = nn.SyncBatchNorm.convert_sync_batchnorm(model)
     return model
+
+
+def wrap_model(model: nn.Module, device: torch.device) -> DistributedDataParallel:
+    """Let DDP average the model's gradients over all ranks. Collective.
+
+    The model must be complete: parameters that are frozen, thawed or added later are not seen.
+    """
+    return DistributedDataParallel(
+        model,
+        device_ids=[device.index] if device.type == "cuda" else None,
+        gradient_as_bucket_view=True,  # gradients live in the buffers that are sent: no copy
+    )
 
 
 def fit(training: Training) -> None:
@@ -239,11 +259,11 @@ def train_step(training: Training, window: Window) -> StepResult:
 
 
 def total_weight(window: Window, process: Process) -> float:
-    """Return the weight of the step's samples over all ranks. Collective if the data has weights."""
+    """Return the weight of the step over all ranks. Collective if the data has weights."""
     if not window.weighted:
         return float(window.n_samples)  # every sample weighs 1: nothing to ask the others
-    own = sum(m.weights.sum(dtype=torch.float64) for m in window.micro_batches if m.weights is not None)
-    total = torch.as_tensor(own)
+    own = [m.weights.double().sum() for m in window.micro_batches if m.weights is not None]
+    total = torch.stack(own).sum()
     dist.all_reduce(total, group=process.control)
     return total.item()
 
@@ -255,7 +275,7 @@ def apply_gradients(training: Training) -> StepResult:
     scaler.unscale_(optimizer)  # clipping scaled gradients would clip them to almost nothing
     # After the all-reduce the gradients, and so their norm, are the same on every rank.
     norm = nn.utils.clip_grad_norm_(training.ddp_model.parameters(), max_norm)
-    result = StepResult(norm, state.scheduler.get_last_lr()[0])
+    result = StepResult(norm, float(state.scheduler.get_last_lr()[0]))
     scale = scaler.get_scale()
     scaler.step(optimizer)
     scaler.update()
@@ -342,9 +362,7 @@ def finish(training: Training) -> None:
         logger.info(f"stopped by {reasons[0]} after step {state.step}; the same command goes on")
 
 
-def announce(
-    training: Training, learning_rate: float, total_steps: int, warnings: list[str]
-) -> None:
+def announce(training: Training, warnings: list[str]) -> None:
     """Print and write down what this run is: machines, batch, learning rate. Collective."""
     config, process, run = training.config, training.process, training.run
     environment = gather_environment(process)
@@ -358,7 +376,7 @@ def announce(
     broadcast_from_main(write, process)
     if not process.is_main:
         return
-    for line in [*run.notes, *ledger(training, learning_rate, total_steps, environment)]:
+    for line in [*run.notes, *ledger(training, environment)]:
         logger.info(line)
     if config.sync_batchnorm and process.device.type != "cuda":
         warnings = [*warnings, "sync_batchnorm needs GPUs: plain BatchNorm is used"]
@@ -366,16 +384,15 @@ def announce(
         logger.warning(f"warning: {line}")
 
 
-def ledger(
-    training: Training, learning_rate: float, total_steps: int, environment: list[dict[str, Any]]
-) -> list[str]:
+def ledger(training: Training, environment: list[dict[str, Any]]) -> list[str]:
     """Return the header of a run: every number that is derived, with its derivation."""
     config, order, first = training.config, training.order, environment[0]
     hosts = len({facts["host"] for facts in environment})
+    total_steps = config.epochs * order.steps_per_epoch
+    learning_rate = scaled_learning_rate(config, order.global_batch_size)
     n_parameters = sum(p.numel() for p in training.state.model.parameters())
-    scaling = "" if config.lr_scaling == "none" else (
-        f" = {config.learning_rate:g} for {config.lr_reference_batch_size}, {config.lr_scaling} scaling"
-    )  # fmt: skip
+    reference = f" = {config.learning_rate:g} for {config.lr_reference_batch_size} samples"
+    scaling = "" if config.lr_scaling == "none" else f"{reference}, {config.lr_scaling} scaling"
     saving = {
         "none": "none",
         "epoch": "after every epoch",
@@ -388,10 +405,11 @@ def ledger(
         f"model          {n_parameters:,} parameters, {config.precision}",
         f"global batch   {order.global_batch_size} = {config.micro_batch_size} per forward pass x "
         f"{config.accumulation_steps} forward passes x {order.world_size} processes",
-        f"data           {order.n_samples:,} training samples, {order.samples_per_epoch:,} used per "
-        f"epoch; {training.n_validation:,} for validation",
-        f"steps          {total_steps} = {order.steps_per_epoch} per epoch x {config.epochs} epochs",
-        f"learning rate  {learning_rate:g}{scaling}, {config.warmup_steps} warm-up steps, then cosine",
+        f"data           {order.n_samples:,} training samples, {order.samples_per_epoch:,} used "
+        f"per epoch; {training.n_validation:,} for validation",
+        f"steps          {total_steps} = {order.steps_per_epoch} per epoch x {config.epochs}",
+        f"learning rate  {learning_rate:g}{scaling}, {config.warmup_steps} steps of warm-up, "
+        "then cosine",
         f"checkpoints    {saving}",
     ]
 

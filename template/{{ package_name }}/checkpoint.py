@@ -19,7 +19,7 @@ from typing import IO, Any, BinaryIO, cast
 import torch
 from torch import nn
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LRScheduler
+from torch.optim.lr_scheduler import LambdaLR
 
 from .distributed import Process, agree_on, broadcast_from_main, gather_objects
 from .errors import UserError
@@ -48,7 +48,7 @@ class TrainState:
 
     model: nn.Module
     optimizer: Optimizer
-    scheduler: LRScheduler
+    scheduler: LambdaLR
     scaler: torch.amp.GradScaler
     meter: TrainMeter
     step: int = 0
@@ -70,10 +70,19 @@ class TrainState:
         }
 
     def load_shared(self, saved: dict[str, Any]) -> None:
-        """Take over what `shared` returned."""
+        """Take over what `shared` returned.
+
+        Learning rate, weight decay and the like are settings: they stay as this run has them, also
+        when the checkpoint was written under others.
+        """
         self.model.load_state_dict(saved["model"])
-        self.optimizer.load_state_dict(saved["optimizer"])
-        self.scheduler.load_state_dict(saved["scheduler"])
+        settings = self.optimizer.state_dict()["param_groups"]
+        self.optimizer.load_state_dict({**saved["optimizer"], "param_groups": settings})
+        base = self.scheduler.base_lrs
+        self.scheduler.load_state_dict({**saved["scheduler"], "base_lrs": base})
+        factors = [factor(self.scheduler.last_epoch) for factor in self.scheduler.lr_lambdas]
+        for group, rate, factor in zip(self.optimizer.param_groups, base, factors, strict=True):
+            group["lr"] = rate * factor
         if saved["scaler"] and self.scaler.is_enabled():
             self.scaler.load_state_dict(saved["scaler"])
         self.step, self.epoch = saved["step"], saved["epoch"]
@@ -262,6 +271,12 @@ def load_checkpoint(source: Path, state: TrainState, process: Process) -> "Loade
             "Going on with part of the weights would look like training and be something else.",
             "restore the model that was saved, or --resume none",
         ) from None
+    if len(saved["ranks"]) != process.world_size:
+        warnings.append(
+            f"{file.name} was written by {len(saved['ranks'])} processes, now there are "
+            f"{process.world_size}: they share the rest of the epoch, each sample once; global "
+            "batch and learning rate are those above; random numbers are new"
+        )
     return Loaded(file, warnings, saved["ranks"])
 
 
@@ -271,7 +286,7 @@ class Loaded:
 
     Attributes:
         file: The checkpoint, or None if there was none.
-        warnings: Newer checkpoints that could not be used.
+        warnings: What is not as it was: newer checkpoints that could not be used, for example.
         ranks: What every rank had for itself when the checkpoint was written.
     """
 

@@ -6,6 +6,7 @@ That is why N processes train like one, and why a run can go on in the middle of
 """
 
 import multiprocessing
+import signal
 from collections.abc import Callable, Iterator, Sized
 from dataclasses import dataclass
 from multiprocessing.context import BaseContext
@@ -231,7 +232,14 @@ def build_loader(
         generator=stream,
         pin_memory=on_gpu,
         multiprocessing_context=worker_context(on_gpu) if num_workers > 0 else None,
+        worker_init_fn=leave_signals_to_the_parent,
     )
+
+
+def leave_signals_to_the_parent(worker: int) -> None:
+    """Undo, in a loader process, what `stopping.py` did: it ends when its parent says so."""
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
 
 
 def worker_context(on_gpu: bool) -> BaseContext:

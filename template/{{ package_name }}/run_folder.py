@@ -171,6 +171,8 @@ def lock(path: Path) -> bool:
     except BlockingIOError:
         file.close()
         return False
+    except OSError as error:  # some network disks cannot lock
+        print(f"warning: {path} cannot be locked ({error.strerror}): run one job in it at a time")
     _locks.append(file)
     return True
 

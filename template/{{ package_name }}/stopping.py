@@ -1,12 +1,16 @@
 """Stop on request: a signal sets a flag, all ranks agree on it, the loop saves and leaves."""
 
 import signal
+import time
 from types import FrameType
 
 from .distributed import Process, agree_on
 
 # A request is noticed after about this time, and within 100 steps in any case.
 LATENCY_S = 1.0
+
+# A second Ctrl-C ends the process at once, if it does not come within this time of the first.
+ECHO_S = 1.0
 
 # Slurm, Kubernetes, a terminal and a closed connection, in this order.
 STOP_SIGNALS = ("SIGUSR1", "SIGTERM", "SIGINT", "SIGHUP")
@@ -20,6 +24,7 @@ class StopRequest:
 
     def __init__(self) -> None:
         self.reason = ""
+        self.since = 0.0
         self.agreed = False
         self.every_steps = 1
 
@@ -29,9 +34,12 @@ class StopRequest:
             signal.signal(getattr(signal, name), self._note)
 
     def _note(self, number: int, frame: FrameType | None) -> None:
-        self.reason = signal.Signals(number).name
-        if number == signal.SIGINT:
-            signal.signal(signal.SIGINT, signal.default_int_handler)
+        # A terminal sends Ctrl-C to all processes, and torchrun passes its own on: one key press
+        # arrives here twice.
+        is_echo = time.monotonic() - self.since < ECHO_S
+        if number == signal.SIGINT and self.reason == "SIGINT" and not is_echo:
+            raise KeyboardInterrupt
+        self.reason, self.since = signal.Signals(number).name, time.monotonic()
 
     def agree(self, process: Process) -> bool:
         """Return whether any rank was asked to stop. Collective.

@@ -4,6 +4,8 @@ One process:             python -m PACKAGE.train --config configs/train.yaml
 All GPUs of a machine:   bash launch/local.sh
 By hand:                 torchrun --standalone --nproc-per-node=2 -m PACKAGE.train --config ...
 
+(PACKAGE is the name of this file's folder.)
+
 torchrun starts one process per GPU. Each runs this file from top to bottom on its own share of the
 data; DistributedDataParallel (DDP) averages the gradients, so that all of them take the same step.
 """
@@ -34,7 +36,7 @@ from .distributed import (
     run_and_exit,
 )
 from .errors import UserError
-from .loading import TrainOrder, Window, len_of, train_windows, validation_batches
+from .loading import TrainOrder, Window, len_of, map_tensors, train_windows, validation_batches
 from .log import RunLog, logger, set_up_logging
 from .metrics import EvaluationSums, Stopwatch, TrainMeter
 from .model import build_model, compute_losses, compute_scores
@@ -247,8 +249,8 @@ def train_step(training: Training, window: Window) -> StepResult:
         with nullcontext() if is_last else ddp_model.no_sync():
             with autocast(training.config.precision, process.device):
                 outputs = ddp_model(batch.inputs)
-            losses = compute_losses(outputs.float(), batch.targets)
-            loss_sum = losses.sum() if batch.weights is None else losses.dot(batch.weights)
+            losses = compute_losses(float32(outputs), batch.targets)
+            loss_sum = losses.sum() if batch.weights is None else (losses * batch.weights).sum()
             # DDP divides by the number of processes. Multiplying by it, and dividing by the weight
             # of the whole step, gives the mean over all samples, however they were dealt; also in
             # a last step with fewer samples.
@@ -275,7 +277,7 @@ def apply_gradients(training: Training) -> StepResult:
     scaler.unscale_(optimizer)  # clipping scaled gradients would clip them to almost nothing
     # After the all-reduce the gradients, and so their norm, are the same on every rank.
     norm = nn.utils.clip_grad_norm_(training.ddp_model.parameters(), max_norm)
-    result = StepResult(norm, float(state.scheduler.get_last_lr()[0]))
+    result = StepResult(norm, optimizer.param_groups[0]["lr"])
     scale = scaler.get_scale()
     scaler.step(optimizer)
     scaler.update()
@@ -304,13 +306,13 @@ def evaluate(training: Training) -> dict[str, float]:
     for micro_batch in training.validation:
         batch = micro_batch.to(process.device)
         with autocast(training.config.precision, process.device):
-            outputs = model(batch.inputs)
-        losses = compute_losses(outputs.float(), batch.targets)
+            outputs = float32(model(batch.inputs))
+        losses = compute_losses(outputs, batch.targets)
         weights = torch.ones_like(losses) if batch.weights is None else batch.weights
         sums.add("samples", float(len(losses)))
         sums.add("weight", weights)
         sums.add("loss", losses * weights)
-        for name, values in compute_scores(outputs.float(), batch.targets).items():
+        for name, values in compute_scores(outputs, batch.targets).items():
             sums.add(name, values * weights)
     totals = sums.reduce(process)
     samples, weight = totals.pop("samples"), totals.pop("weight")
@@ -418,6 +420,11 @@ def autocast(precision: str, device: torch.device) -> AbstractContextManager[Any
     """Return the context of a forward pass. In fp32 it changes nothing."""
     dtype = torch.float16 if precision == "fp16" else torch.bfloat16
     return torch.autocast(device.type, dtype=dtype, enabled=precision != "fp32")
+
+
+def float32(outputs: Any) -> Any:
+    """Return the model's outputs in float32: losses need more digits than bf16 and fp16 have."""
+    return map_tensors(lambda x: x.float() if x.is_floating_point() else x, outputs)
 
 
 def timed(windows: Iterator[Window], clock: Stopwatch) -> Iterator[Window]:

@@ -1,0 +1,82 @@
+"""Generated projects for tests: made through ddpgen, run as a person would run them."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+from ddpgen import generate
+
+ROOT = Path(__file__).resolve().parent.parent
+TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--standalone")
+
+
+def make_project(folder: Path, **answers: Any) -> Path:
+    """Render a project and return its folder."""
+    generate.render(folder, answers)
+    return folder
+
+
+def run(
+    project: Path, *command: str, timeout_s: float = 240, **env: str
+) -> subprocess.CompletedProcess[str]:
+    """Run a command in a project; torchrun and python are those of the tests."""
+    path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
+    return subprocess.run(
+        command,
+        cwd=project,
+        env={**os.environ, "PATH": path, "PYTHONPATH": "", "OMP_NUM_THREADS": "1", **env},
+        capture_output=True,
+        text=True,
+        timeout=timeout_s,
+        stdin=subprocess.DEVNULL,
+    )
+
+
+def train(
+    project: Path, processes: int, *arguments: str, **env: str
+) -> subprocess.CompletedProcess[str]:
+    """Train with torchrun, or with python alone if there is one process."""
+    package = package_of(project)
+    launcher = (sys.executable,) if processes == 1 else (*TORCHRUN, f"--nproc-per-node={processes}")
+    return run(project, *launcher, "-m", f"{package}.train", *arguments, **env)
+
+
+def package_of(project: Path) -> str:
+    """Return the name of a project's package."""
+    return str(generate.read_project_answers(project)["package_name"])
+
+
+def metrics(run_folder: Path, kind: str) -> list[dict[str, Any]]:
+    """Return the lines of one kind of a run's metrics.jsonl, without the clock's numbers."""
+    clock = {"time", "samples_per_s", "step_ms", "data_wait_ms"}
+    lines = [json.loads(line) for line in (run_folder / "metrics.jsonl").read_text().splitlines()]
+    return [
+        {name: value for name, value in line.items() if name not in clock}
+        for line in lines
+        if line["kind"] == kind
+    ]
+
+
+def status(run_folder: Path) -> dict[str, Any]:
+    """Return how a run ended."""
+    return dict(json.loads((run_folder / "status.json").read_text()))
+
+
+def files_of(project: Path) -> dict[str, bytes]:
+    """Return all files of a project by their path in it."""
+    return {
+        path.relative_to(project).as_posix(): path.read_bytes()
+        for path in sorted(project.rglob("*"))
+        if path.is_file()
+    }
+
+
+def digest(content: bytes) -> str:
+    """Return a name for a content."""
+    return hashlib.sha256(content).hexdigest()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 import os
 import subprocess
@@ -38,13 +39,11 @@ def run(
     )
 
 
-def train(
-    project: Path, processes: int, *arguments: str, **env: str
-) -> subprocess.CompletedProcess[str]:
+def train(project: Path, processes: int, *arguments: str) -> subprocess.CompletedProcess[str]:
     """Train with torchrun, or with python alone if there is one process."""
     package = package_of(project)
     launcher = (sys.executable,) if processes == 1 else (*TORCHRUN, f"--nproc-per-node={processes}")
-    return run(project, *launcher, "-m", f"{package}.train", *arguments, **env)
+    return run(project, *launcher, "-m", f"{package}.train", *arguments)
 
 
 def package_of(project: Path) -> str:
@@ -80,3 +79,46 @@ def files_of(project: Path) -> dict[str, bytes]:
 def digest(content: bytes) -> str:
     """Return a name for a content."""
     return hashlib.sha256(content).hexdigest()
+
+
+Choices = dict[str, list[Any]]
+Answers = dict[str, Any]
+
+
+def possible(answers: Answers) -> bool:
+    """Return whether no answer belongs to a question that is not asked, other than a default."""
+    if answers["starter"] == "text" and answers["sync_batchnorm"]:
+        return False
+    return bool(answers["checkpoint"] != "none" or answers["save_best"])
+
+
+def asked(answers: Answers) -> Answers:
+    """Leave out answers to questions that are not asked."""
+    left_out = {"sync_batchnorm"} if answers["starter"] == "text" else set()
+    if answers["checkpoint"] == "none":
+        left_out.add("save_best")
+    return {name: value for name, value in answers.items() if name not in left_out}
+
+
+def combinations(choices: Choices) -> list[Answers]:
+    """Return all possible sets of answers."""
+    everything = itertools.product(*choices.values())
+    sets = [dict(zip(choices, values, strict=True)) for values in everything]
+    return [answers for answers in sets if possible(answers)]
+
+
+def every_pair(choices: Choices) -> list[Answers]:
+    """Return few sets of answers in which every possible pair of answers occurs."""
+    candidates = combinations(choices)
+    missing = set().union(*map(pairs, candidates))
+    chosen = []
+    while missing:
+        best = max(candidates, key=lambda answers: len(pairs(answers) & missing))
+        missing -= pairs(best)
+        chosen.append(best)
+    return chosen
+
+
+def pairs(answers: Answers) -> set[tuple[tuple[str, Any], ...]]:
+    """Return all pairs of answers."""
+    return set(itertools.combinations(answers.items(), 2))

@@ -2,18 +2,28 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 import os
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.projects import TORCHRUN, make_project, metrics, package_of, run, status, train
+from tests.projects import (
+    TORCHRUN,
+    asked,
+    every_pair,
+    make_project,
+    metrics,
+    package_of,
+    run,
+    status,
+    train,
+)
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
@@ -28,41 +38,6 @@ CHOICES: dict[str, list[Any]] = {
     "save_best": [False, True],
     "accumulation_steps": [1, 3],
 }
-
-
-def possible(answers: dict[str, Any]) -> bool:
-    """Return whether all these questions are asked of one person."""
-    if answers["starter"] == "text" and answers["sync_batchnorm"]:
-        return False
-    return answers["checkpoint"] != "none" or answers["save_best"]
-
-
-def pairs(answers: dict[str, Any]) -> set[tuple[tuple[str, Any], ...]]:
-    """Return all pairs of answers."""
-    return set(itertools.combinations(answers.items(), 2))
-
-
-def every_pair() -> list[dict[str, Any]]:
-    """Return few sets of answers in which every possible pair of answers occurs."""
-    everything = [
-        dict(zip(CHOICES, values, strict=True)) for values in itertools.product(*CHOICES.values())
-    ]
-    candidates = [answers for answers in everything if possible(answers)]
-    missing = set().union(*(pairs(answers) for answers in candidates))
-    chosen = []
-    while missing:
-        best = max(candidates, key=lambda answers: len(pairs(answers) & missing))
-        missing -= pairs(best)
-        chosen.append(best)
-    return chosen
-
-
-def asked(answers: dict[str, Any]) -> dict[str, Any]:
-    """Leave out answers to questions that are not asked."""
-    left_out = {"sync_batchnorm"} if answers["starter"] == "text" else set()
-    if answers["checkpoint"] == "none":
-        left_out.add("save_best")
-    return {name: value for name, value in answers.items() if name not in left_out}
 
 
 def trackers_that_count(folder: Path) -> Path:
@@ -80,7 +55,9 @@ def trackers_that_count(folder: Path) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("answers", every_pair(), ids=lambda a: "-".join(map(str, a.values())))
+@pytest.mark.parametrize(
+    "answers", every_pair(CHOICES), ids=lambda a: "-".join(map(str, a.values()))
+)
 def test_every_pair_of_answers_trains(tmp_path: Path, answers: dict[str, Any]) -> None:
     project = make_project(tmp_path / "project", **asked(answers), gpus_per_node=2)
     trackers = trackers_that_count(tmp_path / "trackers")
@@ -320,3 +297,45 @@ def test_a_signal_saves_and_the_same_command_goes_on(digits: Path, tmp_path: Pat
     done = train(digits, 2, *DEBUG, "--output_dir", str(stopped))
     assert (done.returncode, done.stderr) == (0, "")
     assert last_weights(tmp_path / "straight/debug-001") == last_weights(stopped / "debug-001")
+
+
+LOADERS = """
+import os, signal, sys, torch
+from {package} import loading
+from {package}.seeding import generator
+
+class Data(torch.utils.data.Dataset):
+    def __len__(self): return 8
+    def __getitem__(self, index): return torch.tensor(os.getpid()), torch.tensor(0)
+
+if __name__ == "__main__":
+    context = loading.worker_context
+    loading.worker_context = lambda on_gpu: context(sys.argv[1] == "gpu")
+    device = torch.device("cpu")
+    loader = loading.build_loader(Data(), [[i] for i in range(8)], generator(0), device, 2)
+    batches = iter(loader)
+    print(*[{{int(next(batches).inputs) for _ in range(2)}}], flush=True)
+    os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+@pytest.mark.parametrize("kind", ["cpu", "gpu"])
+def test_loader_processes_end_with_a_killed_trainer(digits: Path, kind: str) -> None:
+    """Under forkserver, which GPUs need, torch's own watch looks at the wrong process."""
+    program = digits / "loaders_only.py"
+    program.write_text(LOADERS.format(package=package_of(digits)))
+    done = run(digits, sys.executable, str(program), kind)
+    assert done.returncode == -signal.SIGKILL, done.stderr
+    pids = {int(word.strip("{},")) for word in done.stdout.split()}
+    assert len(pids) == 2
+    deadline = time.monotonic() + 20
+    while alive := [pid for pid in pids if is_running(pid)]:
+        assert time.monotonic() < deadline, f"still running: {alive}"
+
+
+def is_running(pid: int) -> bool:
+    """Return whether a process exists and is not a zombie."""
+    try:
+        return ") Z " not in Path(f"/proc/{pid}/stat").read_text()
+    except (FileNotFoundError, ProcessLookupError):
+        return False

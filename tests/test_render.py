@@ -3,19 +3,25 @@
 from __future__ import annotations
 
 import ast
-import itertools
+import importlib
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-import tomllib
 import yaml
 
-from tests.projects import digest, files_of, make_project, package_of
+from tests.projects import (
+    asked,
+    combinations,
+    digest,
+    every_pair,
+    files_of,
+    make_project,
+    package_of,
+)
 
 NAMES = {
     "short": {"project_name": "a", "package_name": "a"},
@@ -33,37 +39,8 @@ SWITCHES: dict[str, list[Any]] = {
 NUMBERS: dict[str, int] = {"nodes": 100000, "gpus_per_node": 1024, "micro_batch_size": 1000000}
 
 
-def applies(answers: dict[str, Any]) -> bool:
-    """Return whether no answer belongs to a question that is not asked, other than a default."""
-    if answers["starter"] == "text" and answers["sync_batchnorm"]:
-        return False
-    return not (answers["checkpoint"] == "none" and not answers["save_best"])
-
-
-def combinations() -> Iterator[dict[str, Any]]:
-    """Yield all combinations of the questions with choices."""
-    for values in itertools.product(*SWITCHES.values()):
-        answers = dict(zip(SWITCHES, values, strict=True))
-        if applies(answers):
-            yield asked(answers)
-
-
-def asked(answers: dict[str, Any]) -> dict[str, Any]:
-    """Leave out answers to questions that are not asked."""
-    left_out = {"sync_batchnorm"} if answers["starter"] == "text" else set()
-    if answers["checkpoint"] == "none":
-        left_out.add("save_best")
-    return {name: value for name, value in answers.items() if name not in left_out}
-
-
-ALL = list(combinations())
-# Every value once, with its neighbours: for the quick tests.
-FEW = [ALL[0], ALL[-1], *ALL[7 :: len(ALL) // 6]]
-
-
-def test_few_has_every_value() -> None:
-    for name, values in SWITCHES.items():
-        assert {answers.get(name, values[0]) for answers in FEW} == set(values), name
+ALL = combinations(SWITCHES)
+FEW = every_pair(SWITCHES)
 
 
 class Checked:
@@ -92,7 +69,7 @@ class Checked:
         elif path.endswith((".yaml", ".yml")):
             assert isinstance(yaml.safe_load(text), dict), where
         elif path.endswith(".toml"):
-            tomllib.loads(text)
+            importlib.import_module("tomllib").loads(text)  # Python 3.11
         elif path.endswith(".sh"):
             shell_is_clean(text)
 
@@ -114,7 +91,7 @@ def check_combinations(tmp_path: Path, answers_list: list[dict[str, Any]], names
     checked = Checked()
     for number, answers in enumerate(answers_list):
         numbers = NUMBERS if number % 2 else {}
-        project = make_project(tmp_path / f"p{number}", **NAMES[names], **numbers, **answers)
+        project = make_project(tmp_path / f"p{number}", **NAMES[names], **numbers, **asked(answers))
         package = package_of(project)
         assert package == NAMES[names]["package_name"]
         for path, content in files_of(project).items():
@@ -123,10 +100,10 @@ def check_combinations(tmp_path: Path, answers_list: list[dict[str, Any]], names
             black_and_ruff_are_clean(project)
             continue
         variants = tmp_path / f"p{number}"
-        for path in [*variants.rglob("*.py")]:
-            original = tmp_path / "p0" / path.relative_to(variants)
-            if original.exists() and original.read_bytes() == path.read_bytes():
-                path.unlink()
+        for file in [*variants.rglob("*.py")]:
+            original = tmp_path / "p0" / file.relative_to(variants)
+            if original.exists() and original.read_bytes() == file.read_bytes():
+                file.unlink()
         if any(variants.rglob("*.py")):
             black_and_ruff_are_clean(project)
 

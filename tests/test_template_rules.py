@@ -40,7 +40,7 @@ def test_the_template_is_found() -> None:
 
 @pytest.mark.parametrize("path", PACKAGE_FILES, ids=ids)
 def test_the_package_has_no_jinja_and_no_name_of_its_own(path: Path) -> None:
-    """Answers reach Python through configs/train.yaml alone; so tools read the template as it is."""
+    """Answers reach Python through configs/train.yaml alone: tools read the template as it is."""
     text = path.read_text()
     assert not re.search(r"\{%|\{##|\{\{ ?[a-z_]+ ?[|}]", text)
     for node in ast.walk(ast.parse(text)):
@@ -58,7 +58,7 @@ def test_imports_point_one_way(path: Path) -> None:
             assert node.module != "train"
 
 
-@pytest.mark.parametrize("path", TEMPLATE.glob("*is_*/*.py"), ids=ids)
+@pytest.mark.parametrize("path", sorted(TEMPLATE.glob("*is_*/*.py")), ids=ids)
 def test_the_users_files_know_nothing_of_processes(path: Path) -> None:
     assert "distributed" not in path.read_text()
     assert path.read_text().startswith('"""YOURS: ')
@@ -197,3 +197,13 @@ def test_launch_scripts_switch_nothing_off_and_fix_no_port(tmp_path: Path) -> No
         assert not re.search(r"NCCL_\w+_DISABLE", text)
         assert script.stat().st_mode & 0o100
     assert "29500" not in (project / "launch/local.sh").read_text()
+
+
+def test_the_readme_lists_every_question() -> None:
+    readme = (ROOT / "README.md").read_text()
+    for name, question in QUESTIONS.items():
+        if not name.startswith("_") and question.get("when") is not False:
+            (row,) = [line for line in readme.splitlines() if line.startswith(f"| `{name}`: ")]
+            assert question["help"][1:] in row
+            for value in question.get("choices", {}).values():
+                assert f"`{value}`" in row

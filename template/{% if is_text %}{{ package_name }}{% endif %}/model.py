@@ -14,7 +14,7 @@ class Transformer(nn.Module):
     """A small decoder-only transformer over bytes."""
 
     def __init__(
-        self, width: int = 128, layers: int = 2, heads: int = 4, dropout: float = 0.1
+        self, width: int = 64, layers: int = 2, heads: int = 4, dropout: float = 0.1
     ) -> None:
         super().__init__()
         self.tokens = nn.Embedding(VOCABULARY, width)
@@ -47,7 +47,8 @@ class Block(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Map [samples, length, width] to the same shape."""
         x = x + self.dropout(self.attend(self.norm1(x)))
-        return x + self.dropout(self.mlp(self.norm2(x)))
+        mixed: torch.Tensor = x + self.dropout(self.mlp(self.norm2(x)))
+        return mixed
 
     def attend(self, x: torch.Tensor) -> torch.Tensor:
         """Mix every token with those before it."""

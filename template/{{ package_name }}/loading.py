@@ -6,7 +6,9 @@ That is why N processes train like one, and why a run can go on in the middle of
 """
 
 import multiprocessing
+import os
 import signal
+import threading
 from collections.abc import Callable, Iterator, Sized
 from dataclasses import dataclass
 from multiprocessing.context import BaseContext
@@ -232,14 +234,25 @@ def build_loader(
         generator=stream,
         pin_memory=on_gpu,
         multiprocessing_context=worker_context(on_gpu) if num_workers > 0 else None,
-        worker_init_fn=leave_signals_to_the_parent,
+        worker_init_fn=depend_on_the_trainer,
     )
 
 
-def leave_signals_to_the_parent(worker: int) -> None:
-    """Undo, in a loader process, what `stopping.py` did: it ends when its parent says so."""
+def depend_on_the_trainer(worker: int) -> None:
+    """Let a loader process end when the training process says so, or is gone."""
+    # Undo what stopping.py did in the process that this one was forked from.
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    # torch watches the parent process, but under forkserver the parent is the server.
+    threading.Thread(target=end_with_the_trainer, daemon=True).start()
+
+
+def end_with_the_trainer() -> None:
+    """Wait until the training process has ended, however it did, and end too."""
+    trainer = multiprocessing.parent_process()
+    assert trainer is not None
+    trainer.join()
+    os._exit(1)
 
 
 def worker_context(on_gpu: bool) -> BaseContext:

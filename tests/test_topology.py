@@ -124,9 +124,9 @@ def test_sync_batchnorm_needs_more_than_one_process() -> None:
         (143, ""),
         (144, "The global batch of 144 is large for the 1,438 training digits of the vision "
               "starter: 9 optimizer steps per epoch."),
-        (1438, "The global batch of 1,438 is large for the 1,437 training digits of the vision "
+        (1438, "The global batch of 1,438 is large for the 1,438 training digits of the vision "
                "starter: 1 optimizer step per epoch."),
-        (1438, "The global batch of 1,438 is larger than the 1,438 training digits of the vision "
+        (1439, "The global batch of 1,439 is larger than the 1,438 training digits of the vision "
                "starter. A run refuses this unless drop_last is false in configs/train.yaml, or "
                "your own data is larger."),
     ],

@@ -1,39 +1,30 @@
-"""The command line: each command makes one call, and errors become exit codes in one place."""
+"""The start: help at once, commands when they are used, errors to exit codes in one place."""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
 
-import click
-
-from ddpgen import __version__, interrupts
+from ddpgen import __version__
 from ddpgen.errors import UserError, show
+from ddpgen.usage import help_text
 
-if TYPE_CHECKING:
-    from ddpgen.questions import Answer, Question
-
-DONE, USER_ERROR, WRONG_USAGE, INTERRUPTED = 0, 1, 2, 130
+DONE, USER_ERROR, INTERRUPTED = 0, 1, 130
 
 
-def main(argv: Sequence[str] | None = None) -> int:
+def main(argv: list[str] | None = None) -> int:
     """Run ddpgen and return the exit code: 0 done, 1 user error, 2 wrong usage, 130 interrupted."""
     for stream in (sys.stdout, sys.stderr):
         # A terminal that cannot show a character of a path is no reason to fail.
         if hasattr(stream, "reconfigure"):
             stream.reconfigure(errors="backslashreplace")
     try:
-        with interrupts.caught():
-            code = program.main(argv, prog_name="ddpgen", standalone_mode=False)
-            if sys.stdout:
-                sys.stdout.flush()
-            return code or DONE
+        code = _run(sys.argv[1:] if argv is None else argv)
+        if sys.stdout:
+            sys.stdout.flush()
+        return code
     except UserError as error:
         return _fail(error)
-    except click.UsageError as error:
-        return _fail(_usage_error(error))
-    except (click.Abort, KeyboardInterrupt):
+    except KeyboardInterrupt:
         print("ddpgen: interrupted.", file=sys.stderr)
         return INTERRUPTED
     except BrokenPipeError:
@@ -42,6 +33,20 @@ def main(argv: Sequence[str] | None = None) -> int:
         return USER_ERROR
     except OSError as error:
         return _fail(_system_error(error))
+
+
+def _run(words: list[str]) -> int:
+    # These two answer before anything is imported that takes time.
+    if words in ([], ["--help"]):
+        print(help_text())
+        return DONE
+    if words == ["--version"]:
+        print(f"ddpgen {__version__}")
+        return DONE
+    from ddpgen import commands, interrupts
+
+    with interrupts.caught():
+        return commands.run(words)
 
 
 def _fail(error: UserError) -> int:
@@ -56,142 +61,3 @@ def _system_error(error: OSError) -> UserError:
         "The system refused it.",
         "Type: the command again when that is mended",
     )
-
-
-def _usage_error(error: click.UsageError) -> UserError:
-    command = error.ctx.command_path if error.ctx else "ddpgen"
-    what, near = error.format_message(), None
-    if isinstance(error, click.NoSuchOption):
-        what = f"No such option: {error.option_name}."
-        near = next(iter(error.possibilities or ()), None)
-    elif isinstance(error, click.MissingParameter) and error.param:
-        what = f"{error.param.human_readable_name} is missing."
-    return _wrong_usage(what, command, near)
-
-
-def _wrong_usage(what: str, command: str, near: str | None) -> UserError:
-    return UserError(
-        what,
-        f"{command} cannot be started like this.",
-        f"Did you mean {near}?" if near else f"Type: {command} --help",
-        code=WRONG_USAGE,
-    )
-
-
-class _Group(click.Group):
-    def resolve_command(
-        self, ctx: click.Context, args: list[str]
-    ) -> tuple[str | None, click.Command | None, list[str]]:
-        if args[0] in self.commands:
-            return super().resolve_command(ctx, args)
-        import difflib
-
-        near = next(iter(difflib.get_close_matches(args[0], self.commands, n=1)), None)
-        raise _wrong_usage(f"No such command: {show(args[0])}.", "ddpgen", near)
-
-
-class _CommandWithQuestions(click.Command):
-    """A command with one flag per question. The flags are made when the command is used."""
-
-    def get_params(self, ctx: click.Context) -> list[click.Parameter]:
-        return [*super().get_params(ctx), *self._flags()]
-
-    def _flags(self) -> list[click.Option]:
-        from ddpgen import questions
-
-        return [_flag(question) for question in questions.visible()]
-
-    def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        with formatter.section("Questions"):
-            formatter.write_dl(_records(self._flags(), ctx))
-        with formatter.section("Options"):
-            formatter.write_dl(_records(super().get_params(ctx), ctx))
-
-
-def _flag(question: Question) -> click.Option:
-    return click.Option(
-        [question.flags, question.name],
-        help=question.help,
-        metavar=question.values or None,
-        type=bool if question.type == "bool" else str,
-        default=None,
-    )
-
-
-def _records(params: Sequence[click.Parameter], ctx: click.Context) -> list[tuple[str, str]]:
-    # The argument has no line of its own: the text above explains it.
-    options = [param for param in params if isinstance(param, click.Option)]
-    return [record for option in options if (record := option.get_help_record(ctx))]
-
-
-@click.group(cls=_Group, invoke_without_command=True)
-@click.version_option(__version__, message="ddpgen %(version)s")
-@click.pass_context
-def program(ctx: click.Context) -> None:
-    """Write complete, plain PyTorch DistributedDataParallel projects."""
-    if ctx.invoked_subcommand is None:
-        click.echo(ctx.get_help())
-
-
-@program.command(cls=_CommandWithQuestions)
-@click.argument("path")
-@click.option("--defaults", is_flag=True, help="Take the default of every question not given.")
-@click.option(
-    "--set", "settings", multiple=True, metavar="KEY=VALUE", help="An answer; repeatable."
-)
-@click.option("--answers", metavar="FILE", help="A YAML file of answers.")
-@click.option("--dry-run", is_flag=True, help="Show ledger and files, write nothing.")
-@click.option("--yes", is_flag=True, help="Do not ask for confirmation.")
-@click.option("--force", is_flag=True, help="Allow a PATH that is not empty.")
-def new(path: str, settings: Sequence[str], answers: str | None, **others: Any) -> None:
-    """Write a project into a new folder, PATH.
-
-    Asks the questions on a terminal; each one is also a flag.
-    """
-    from ddpgen import new as new_command
-
-    switches = {name: others.pop(name) for name in ("defaults", "dry_run", "yes", "force")}
-    given = _given(others, settings, answers)
-    plan = new_command.create(new_command.Request(path, given, **switches))
-    if plan:
-        print("\n".join(new_command.ending(plan)))
-
-
-def _given(
-    flags: dict[str, Any], settings: Sequence[str], answers: str | None
-) -> dict[str, Answer]:
-    """Put flags, --set and --answers together; the first named wins over the later ones."""
-    from ddpgen import questions
-
-    typed = {
-        name: value if isinstance(value, bool) else questions.find(name).parse(value)
-        for name, value in flags.items()
-        if value is not None
-    }
-    in_settings = questions.parse_settings(settings)
-    for name, value in typed.items():
-        if in_settings.get(name, value) != value:
-            raise questions.contradiction(name, value, in_settings[name])
-    in_file = questions.read_answers(answers) if answers is not None else {}
-    return in_file | in_settings | typed
-
-
-@program.command()
-@click.option("--json", "as_json", is_flag=True, help="Write JSON.")
-def options(as_json: bool) -> None:
-    """Explain every question and its choices."""
-    from ddpgen import options as options_command
-
-    click.echo(options_command.as_json() if as_json else options_command.as_text())
-
-
-@program.command()
-@click.argument("path", default="ddpgen-demo")
-def demo(path: str) -> None:
-    """Write a default project and train it.
-
-    It goes to PATH (ddpgen-demo) and is trained with two processes on this machine.
-    """
-    from ddpgen import demo as demo_command
-
-    demo_command.demo(path)

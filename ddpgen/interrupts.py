@@ -1,7 +1,7 @@
 """Ctrl-C and SIGTERM that cannot leave half of a project behind.
 
-The first signal raises KeyboardInterrupt, all later ones are ignored: what follows the first one is
-the clean-up, and that must not be interrupted. Inside `held()` even the first one waits.
+A signal raises KeyboardInterrupt once, wherever the program is. Inside `held()` it waits: there
+stands what must not be cut in two, the clean-up above all.
 """
 
 from __future__ import annotations
@@ -20,15 +20,14 @@ _NAMES = ("SIGINT", "SIGTERM", "SIGHUP")
 @dataclass
 class _State:
     holds: int = 0
-    arrived: bool = False
-    raised: bool = False
+    waiting: bool = False
 
 
 _state = _State()
 
 
 def _on_signal(signum: int, frame: FrameType | None) -> None:
-    _state.arrived = True
+    _state.waiting = True
     check()
 
 
@@ -39,7 +38,7 @@ def caught() -> Iterator[None]:
         # Only the main thread may set handlers; elsewhere the caller's own handling stays.
         yield
         return
-    _state.holds, _state.arrived, _state.raised = 0, False, False
+    _state.holds, _state.waiting = 0, False
     before = {}
     for name in _NAMES:
         number = getattr(signal, name, None)
@@ -76,12 +75,12 @@ def let_through() -> Iterator[None]:
 
 
 def check() -> None:
-    """Raise KeyboardInterrupt if a signal arrived and nothing holds it."""
-    if _state.arrived and not _state.holds and not _state.raised:
-        _state.raised = True
+    """Raise KeyboardInterrupt if a signal waits and nothing holds it."""
+    if _state.waiting and not _state.holds:
+        _state.waiting = False
         raise KeyboardInterrupt
 
 
-def arrived() -> bool:
-    """Tell whether a signal came in, also one that is still waiting."""
-    return _state.arrived
+def waiting() -> bool:
+    """Tell whether a signal has come in and is held."""
+    return _state.waiting

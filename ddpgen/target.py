@@ -223,7 +223,7 @@ def commit(target: Target, staged: Path) -> None:
             _make_folders(target.path.parent, undo)
             os.rename(staged, target.path)
             undo.append(partial(os.rename, target.path, staged))
-        if interrupts.arrived():
+        if interrupts.waiting():
             raise KeyboardInterrupt
     except OSError as error:
         _take_back(undo, backup)

@@ -22,7 +22,7 @@ PACKAGE_FILES = sorted(TEMPLATE.glob("*package_name*/*.py"))
 # Who may import whom: a module may import those of the lines above its own.
 LAYERS = [
     {"errors"},
-    {"config", "seeding", "model", "data"},
+    {"config", "seeding", "model", "data", "permutation"},
     {"distributed"},
     {"loading", "metrics", "optim", "probe", "stopping", "log", "run_folder"},
     {"checkpoint"},

@@ -3,6 +3,8 @@
 import multiprocessing
 import multiprocessing.connection
 import os
+import shutil
+import tempfile
 import time
 import traceback
 from collections.abc import Callable, Sequence
@@ -47,16 +49,20 @@ def run_ranks(
         RankFailed: A process failed, died or did not end in time.
     """
     folder.mkdir(parents=True, exist_ok=True)
+    scratch = tempfile.mkdtemp(prefix="ranks-")  # a killed process leaves its temporary files
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     processes = []
     for rank in range(world_size):
         env = launcher_variables(rank, world_size, store.port) if world_size > 1 else {}
         result = folder / f"result-{rank}.pt"
         result.unlink(missing_ok=True)
-        process = CONTEXT.Process(target=child, args=(env, result, function, arguments, named))
+        process = CONTEXT.Process(
+            target=child, args=(env, scratch, result, function, arguments, named)
+        )
         process.start()
         processes.append(process)
     wait_for(processes, timeout_s)
+    shutil.rmtree(scratch, ignore_errors=True)
     exit_codes = [process.exitcode for process in processes]
     if any(exit_codes):
         raise RankFailed(exit_codes)
@@ -96,6 +102,7 @@ def wait_for(processes: Sequence[BaseProcess], timeout_s: float) -> None:
 
 def child(
     env: dict[str, str],
+    scratch: str,
     result: Path,
     function: Callable[..., Any],
     arguments: tuple[Any, ...],
@@ -103,6 +110,7 @@ def child(
 ) -> None:
     """Be one rank."""
     os.environ.update(env)
+    tempfile.tempdir = scratch
     torch.set_num_threads(1)
     code = 1
     try:

@@ -9,8 +9,9 @@ import multiprocessing
 import os
 import signal
 import threading
-from collections.abc import Callable, Iterator, Sized
+from collections.abc import Callable, Iterable, Iterator, Sized
 from dataclasses import dataclass
+from itertools import chain, tee
 from multiprocessing.context import BaseContext
 from typing import Any
 
@@ -20,6 +21,7 @@ from torch.utils.data import DataLoader, Dataset
 from .config import Config
 from .distributed import Process
 from .errors import UserError
+from .permutation import Permutation
 from .seeding import generator
 
 
@@ -125,10 +127,6 @@ class TrainOrder:
             "--drop_last false, or lower --micro_batch_size or --accumulation_steps",
         )
 
-    def positions(self, epoch: int) -> torch.Tensor:
-        """Return the order of an epoch: int64 [n_samples], a permutation of all samples."""
-        return torch.randperm(self.n_samples, generator=generator(self.seed, "order", epoch))
-
     def deal(self, epoch: int, start: int) -> Iterator[tuple[list[list[int]], list[int], int]]:
         """Yield this rank's part of every optimizer step.
 
@@ -140,18 +138,28 @@ class TrainOrder:
             Indices of each micro-batch, filled up to full size by repeats; how many of them are
             real; and the number of real samples of the whole step, over all ranks.
         """
-        order = self.positions(epoch)
-        per_pass = self.micro_batch_size * self.world_size
+        order = Permutation(self.n_samples, self.seed, "order", epoch)
         while start < self.samples_per_epoch:
-            step = order[start : min(start + self.global_batch_size, self.samples_per_epoch)]
-            mine = [chunk[self.rank :: self.world_size].tolist() for chunk in step.split(per_pass)]
-            fill = step[0].item()
-            yield (
-                [part + [fill] * (self.micro_batch_size - len(part)) for part in mine],
-                [len(part) for part in mine],
-                len(step),
-            )
-            start += len(step)
+            end = min(start + self.global_batch_size, self.samples_per_epoch)
+            mine = self.own_positions(start, end)
+            fill, *samples = order([start, *chain(*mine)]).tolist()
+            parts, real = [], [len(part) for part in mine]
+            for size in real:
+                parts.append(samples[:size] + [fill] * (self.micro_batch_size - size))
+                samples = samples[size:]
+            yield parts, real, end - start
+            start = end
+
+    def own_positions(self, start: int, end: int) -> list[range]:
+        """Return this rank's positions of a step, for each forward pass.
+
+        Every rank takes each world_size-th one, so that a last, short pass is shared evenly.
+        """
+        per_pass = self.micro_batch_size * self.world_size
+        return [
+            range(first + self.rank, min(first + per_pass, end), self.world_size)
+            for first in range(start, end, per_pass)
+        ]
 
 
 def train_windows(
@@ -175,11 +183,12 @@ def train_windows(
     """
     if hasattr(dataset, "set_epoch"):
         dataset.set_epoch(epoch)
-    plan = list(order.deal(epoch, start))
+    # Dealt as they are needed: the loader is a few batches ahead of the loop.
+    for_loader, for_loop = tee(order.deal(epoch, start))
     batches = iter(
         build_loader(
             dataset,
-            [part for parts, _, _ in plan for part in parts],
+            (part for parts, _, _ in for_loader for part in parts),
             # A stream of the loader's own: otherwise starting an epoch would draw from the global
             # one, and a resumed run would see other random numbers than a straight one.
             generator(order.seed, "workers", epoch, order.rank),
@@ -187,7 +196,7 @@ def train_windows(
             num_workers,
         )
     )
-    for parts, real, n_samples in plan:
+    for parts, real, n_samples in for_loop:
         micro_batches = [next(batches) for _ in parts]
         weighted = micro_batches[0].weights is not None
         for micro_batch, count in zip(micro_batches, real, strict=True):
@@ -219,7 +228,7 @@ def validation_batches(dataset: Dataset[Any], config: Config, process: Process) 
 
 def build_loader(
     dataset: Dataset[Any],
-    batches: list[list[int]],
+    batches: Iterable[list[int]],
     stream: torch.Generator,
     device: torch.device,
     num_workers: int,

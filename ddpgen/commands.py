@@ -1,0 +1,164 @@
+"""The commands: from words on the command line to one call each."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Sequence
+from typing import Any
+
+import click
+
+from ddpgen import __version__, questions
+from ddpgen.errors import UserError, show
+from ddpgen.questions import Answer, Question
+from ddpgen.usage import COMMANDS, help_text
+
+WRONG_USAGE = 2
+
+
+def run(words: Sequence[str]) -> int:
+    """Carry out a command line and return its exit code.
+
+    Raises:
+        UserError: If it is not possible, or not understood (with the code for wrong usage).
+        KeyboardInterrupt: If a signal arrived.
+    """
+    try:
+        return program.main(words, prog_name="ddpgen", standalone_mode=False) or 0
+    except click.UsageError as error:
+        raise _usage_error(error) from None
+    except click.Abort:
+        raise KeyboardInterrupt from None
+
+
+def _usage_error(error: click.UsageError) -> UserError:
+    command = error.ctx.command_path if error.ctx else "ddpgen"
+    what, near = error.format_message(), None
+    if isinstance(error, click.NoSuchOption):
+        what = f"No such option: {error.option_name}."
+        near = next(iter(error.possibilities or ()), None)
+    elif isinstance(error, click.MissingParameter) and error.param:
+        what = f"{error.param.human_readable_name} is missing."
+    return _wrong_usage(what, command, near)
+
+
+def _wrong_usage(what: str, command: str, near: str | None) -> UserError:
+    return UserError(
+        what,
+        f"{command} cannot be started like this.",
+        f"Did you mean {near}?" if near else f"Type: {command} --help",
+        code=WRONG_USAGE,
+    )
+
+
+class _Group(click.Group):
+    def get_help(self, ctx: click.Context) -> str:
+        return help_text()
+
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        if args[0] in self.commands:
+            return super().resolve_command(ctx, args)
+        near = next(iter(difflib.get_close_matches(args[0], self.commands, n=1)), None)
+        raise _wrong_usage(f"No such command: {show(args[0])}.", "ddpgen", near)
+
+
+class _CommandWithQuestions(click.Command):
+    """A command with one flag per question. The flags are made when the command is used."""
+
+    def get_params(self, ctx: click.Context) -> list[click.Parameter]:
+        return [*super().get_params(ctx), *self._flags()]
+
+    def _flags(self) -> list[click.Option]:
+        return [_flag(question) for question in questions.visible()]
+
+    def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        with formatter.section("Questions"):
+            formatter.write_dl(_records(self._flags(), ctx))
+        with formatter.section("Options"):
+            formatter.write_dl(_records(super().get_params(ctx), ctx))
+
+
+def _flag(question: Question) -> click.Option:
+    return click.Option(
+        [question.flags, question.name],
+        help=question.help,
+        metavar=question.values or None,
+        type=bool if question.type == "bool" else str,
+        default=None,
+    )
+
+
+def _records(params: Sequence[click.Parameter], ctx: click.Context) -> list[tuple[str, str]]:
+    # The argument has no line of its own: the text above explains it.
+    options = [param for param in params if isinstance(param, click.Option)]
+    return [record for option in options if (record := option.get_help_record(ctx))]
+
+
+@click.group(cls=_Group)
+@click.version_option(__version__, message="ddpgen %(version)s")
+def program() -> None:
+    """Hold the commands together."""
+
+
+@program.command(
+    cls=_CommandWithQuestions,
+    help=f"{COMMANDS['new']}\n\nAsks the questions on a terminal; each one is also a flag.",
+)
+@click.argument("path")
+@click.option("--defaults", is_flag=True, help="Take the default of every question not given.")
+@click.option(
+    "--set", "settings", multiple=True, metavar="KEY=VALUE", help="An answer; repeatable."
+)
+@click.option("--answers", metavar="FILE", help="A YAML file of answers.")
+@click.option("--dry-run", is_flag=True, help="Show ledger and files, write nothing.")
+@click.option("--yes", is_flag=True, help="Do not ask for confirmation.")
+@click.option("--force", is_flag=True, help="Allow a PATH that is not empty.")
+def new(path: str, settings: Sequence[str], answers: str | None, **others: Any) -> None:
+    """Carry out `ddpgen new`."""
+    from ddpgen import new as new_command
+
+    switches = {name: others.pop(name) for name in ("defaults", "dry_run", "yes", "force")}
+    given = _given(others, settings, answers)
+    plan = new_command.create(new_command.Request(path, given, **switches))
+    if plan:
+        print("\n".join(new_command.ending(plan)))
+
+
+def _given(
+    flags: dict[str, Any], settings: Sequence[str], answers: str | None
+) -> dict[str, Answer]:
+    """Put flags, --set and --answers together; the first named wins over the later ones."""
+    typed = {
+        name: value if isinstance(value, bool) else questions.find(name).parse(value)
+        for name, value in flags.items()
+        if value is not None
+    }
+    in_settings = questions.parse_settings(settings)
+    for name, value in typed.items():
+        if in_settings.get(name, value) != value:
+            raise questions.contradiction(name, value, in_settings[name])
+    in_file = questions.read_answers(answers) if answers is not None else {}
+    return in_file | in_settings | typed
+
+
+@program.command(help=COMMANDS["options"])
+@click.option("--json", "as_json", is_flag=True, help="Write JSON.")
+def options(as_json: bool) -> None:
+    """Carry out `ddpgen options`."""
+    from ddpgen import options as options_command
+
+    click.echo(options_command.as_json() if as_json else options_command.as_text())
+
+
+@program.command(
+    help=f"{COMMANDS['demo']}\n\nIt goes to PATH (ddpgen-demo) and is trained with two processes "
+    "on this machine."
+)
+@click.argument("path", default="ddpgen-demo")
+def demo(path: str) -> None:
+    """Carry out `ddpgen demo`."""
+    from ddpgen import demo as demo_command
+
+    demo_command.demo(path)

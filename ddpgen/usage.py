@@ -1,0 +1,27 @@
+"""What `ddpgen --help` says. It imports nothing, so that help comes at once."""
+
+from __future__ import annotations
+
+COMMANDS = {
+    "new": "Write a project into a new folder, PATH.",
+    "options": "Explain every question and its choices.",
+    "demo": "Write a default project and train it.",
+}
+
+
+def help_text() -> str:
+    """Write what `ddpgen --help` shows."""
+    width = max(map(len, COMMANDS))
+    lines = [f"  {name:{width}}  {summary}" for name, summary in COMMANDS.items()]
+    return "\n".join(
+        [
+            "Usage: ddpgen COMMAND ...",
+            "",
+            "Writes complete, plain PyTorch DistributedDataParallel projects.",
+            "",
+            "Commands:",
+            *lines,
+            "",
+            "ddpgen COMMAND --help shows what it takes; ddpgen --version, which ddpgen this is.",
+        ]
+    )

@@ -38,6 +38,9 @@ class Config:
     """auto: GPUs if there are any, else the CPU."""
     timeout_s: float = 600.0
     """Seconds that a process waits for the others before the job fails."""
+    exact_resume: bool = False
+    """Bit-identical results after a restart with three or more processes too. Costs one more
+    forward and backward pass at the start."""
     deterministic: bool = False
     """Bit-identical results on GPUs too. Slower; some operators have no such form."""
 

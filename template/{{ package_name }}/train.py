@@ -129,6 +129,8 @@ def set_up(config: Config, process: Process) -> Training:
     )
     announce(training, loaded.warnings if loaded else [])
     training.log.rewind(state.step)
+    if config.exact_resume:
+        warm_up(training)
     # From here on every rank draws other random numbers, or all would drop the same units.
     # Mixed from the global rank: local ranks are the same on every machine.
     seed_all(mix(config.seed, "rank", process.rank))
@@ -179,6 +181,26 @@ def wrap_model(model: nn.Module, device: torch.device) -> DistributedDataParalle
         device_ids=[device.index] if device.type == "cuda" else None,
         gradient_as_bucket_view=True,  # gradients live in the buffers that are sent: no copy
     )
+
+
+def warm_up(training: Training) -> None:
+    """Do one forward and backward pass whose result is thrown away. Collective.
+
+    After the first backward pass DDP sorts its buckets anew, which changes the order in which
+    gradients are added up. A run that is started again would see the first order once more than a
+    straight one. With two processes the order does not matter: a + b is b + a.
+    """
+    model, device = training.state.model, training.process.device
+    buffers = [buffer.clone() for buffer in model.buffers()]
+    window = next(train_windows(training.train_set, training.order, 0, 0, device))
+    batch = window.micro_batches[0].to(device)
+    training.ddp_model.train()
+    with autocast(training.config.precision, device):
+        outputs = training.ddp_model(batch.inputs)
+    compute_losses(float32(outputs), batch.targets).sum().backward()
+    model.zero_grad(set_to_none=True)
+    for buffer, before in zip(model.buffers(), buffers, strict=True):
+        buffer.copy_(before)
 
 
 def fit(training: Training) -> None:

@@ -22,11 +22,10 @@ CONTEXT.set_forkserver_preload(["torch._dynamo", "tests.tiny"])
 
 
 class RankFailed(AssertionError):
-    """A process did not end well. Its traceback is on stderr."""
+    """A process did not end well. Shows the exit codes and the tracebacks of the ranks."""
 
-    def __init__(self, exit_codes: list[int | None]) -> None:
-        super().__init__(f"exit codes of the ranks: {exit_codes}")
-        self.exit_codes = exit_codes
+    def __init__(self, exit_codes: list[int | None], errors: list[str]) -> None:
+        super().__init__(f"exit codes of the ranks: {exit_codes}\n" + "\n".join(errors))
 
 
 def run_ranks(
@@ -56,6 +55,7 @@ def run_ranks(
         env = launcher_variables(rank, world_size, store.port) if world_size > 1 else {}
         result = folder / f"result-{rank}.pt"
         result.unlink(missing_ok=True)
+        result.with_suffix(".txt").unlink(missing_ok=True)
         process = CONTEXT.Process(
             target=child, args=(env, scratch, result, function, arguments, named)
         )
@@ -64,9 +64,10 @@ def run_ranks(
     wait_for(processes, timeout_s)
     shutil.rmtree(scratch, ignore_errors=True)
     exit_codes = [process.exitcode for process in processes]
-    if any(exit_codes):
-        raise RankFailed(exit_codes)
     results = [folder / f"result-{rank}.pt" for rank in range(world_size)]
+    if any(exit_codes):
+        errors = [file.with_suffix(".txt") for file in results]
+        raise RankFailed(exit_codes, [file.read_text() for file in errors if file.exists()])
     return [torch.load(result, weights_only=False) for result in results]
 
 
@@ -117,5 +118,5 @@ def child(
         torch.save(function(*arguments, **named), result)
         code = 0
     except BaseException:
-        traceback.print_exc()
+        result.with_suffix(".txt").write_text(traceback.format_exc())
     os._exit(code)

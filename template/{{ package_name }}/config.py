@@ -44,6 +44,10 @@ class Config:
     deterministic: bool = False
     """Bit-identical results on GPUs too. Slower; some operators have no such form."""
 
+    max_minutes: float = 0.0
+    """Minutes after which the run saves and stops, as on a signal. 0: never. Less than what the
+    scheduler grants."""
+
     # The batch. global batch = micro_batch_size x accumulation_steps x number of processes.
     epochs: int = 20
     """Passes over the training data."""
@@ -100,6 +104,7 @@ class Config:
         """
         at_least = {
             "timeout_s": 1,
+            "max_minutes": 0,
             "epochs": 1,
             "micro_batch_size": 1,
             "accumulation_steps": 1,
@@ -200,7 +205,7 @@ def changed_settings(old: dict[str, Any], new: dict[str, Any]) -> dict[str, tupl
     Where a run writes, and how often it logs or saves, are left out: they do not change its result.
     """
     harmless = {
-        "run_name", "output_dir", "resume", "timeout_s", "num_workers", "checkpoint",
+        "run_name", "output_dir", "resume", "timeout_s", "max_minutes", "num_workers", "checkpoint",
         "save_every_steps", "keep_checkpoints", "save_best", "log_every_steps", "tracker",
     }  # fmt: skip
     names = [name for name in {**old, **new} if name not in harmless]

@@ -1,7 +1,9 @@
-"""Stop on request: a signal sets a flag, all ranks agree on it, the loop saves and leaves."""
+"""Stop on request: a signal, a file or the time; all ranks agree, the loop saves and leaves."""
 
+import math
 import signal
 import time
+from pathlib import Path
 from types import FrameType
 
 from .distributed import Process, agree_on
@@ -20,9 +22,22 @@ class StopRequest:
     """Whether somebody asked this run to stop.
 
     Nothing is saved inside the handler: it may run in the middle of an optimizer step.
+
+    Attributes:
+        file: A file whose presence is a request too, looked for on rank 0.
+        reason: What this rank was asked by; empty if it was not.
+        agreed: Whether all ranks stop now.
+        every_steps: Optimizer steps between two questions.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, max_minutes: float = 0.0) -> None:
+        """Start the clock.
+
+        Args:
+            max_minutes: Time after which the run stops by itself; 0: never.
+        """
+        self.deadline = time.monotonic() + 60 * max_minutes if max_minutes else math.inf
+        self.file: Path | None = None
         self.reason = ""
         self.since = 0.0
         self.agreed = False
@@ -42,11 +57,15 @@ class StopRequest:
         self.reason, self.since = signal.Signals(number).name, time.monotonic()
 
     def agree(self, process: Process) -> bool:
-        """Return whether any rank was asked to stop. Collective.
+        """Return whether any rank was asked to stop, or the time is up. Collective.
 
         Signals reach the ranks at different moments. Without agreement one rank would leave after
         step k and the others would wait for it in step k + 1.
         """
+        if time.monotonic() > self.deadline:
+            self.reason = self.reason or "max_minutes"
+        if process.is_main and self.file is not None and self.file.exists():
+            self.reason = self.reason or f"the file {self.file.name}"
         self.agreed = agree_on(bool(self.reason), process)
         return self.agreed
 

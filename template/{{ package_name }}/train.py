@@ -55,6 +55,7 @@ class Training:
         ddp_model: `state.model` wrapped in DDP. Train through it; evaluate and save the bare one.
         validation: This rank's share of the validation set.
         n_validation: Samples of the whole validation set.
+        gradients_checked: Whether it is known that every parameter gets a gradient.
     """
 
     config: Config
@@ -68,6 +69,7 @@ class Training:
     order: TrainOrder
     validation: DataLoader[Any]
     n_validation: int
+    gradients_checked: bool = False
 
 
 class StepResult(NamedTuple):
@@ -91,9 +93,10 @@ def main() -> None:
 
 def set_up(config: Config, process: Process) -> Training:
     """Build everything, in the one order that is right. Collective."""
-    stop = StopRequest()
+    stop = StopRequest(config.max_minutes)
     stop.listen()
     run = open_run_folder(config, process)
+    stop.file = run.path / "STOP"
     set_up_logging(run.path / "logs", process)
     if config.deterministic:
         set_deterministic()
@@ -278,8 +281,31 @@ def train_step(training: Training, window: Window) -> StepResult:
             # a last step with fewer samples.
             scaler.scale(loss_sum * (process.world_size / weight)).backward()
         loss_total += loss_sum.detach()
+    if not training.gradients_checked:
+        refuse_unused_parameters(training.state.model)
+        training.gradients_checked = True
     training.state.meter.add(loss_total, weight, window.n_samples)
     return apply_gradients(training)
+
+
+def refuse_unused_parameters(model: nn.Module) -> None:
+    """Name the parameters that the loss does not depend on.
+
+    DDP itself notices at the second step, without names, and leaves other gradients unsynchronised
+    in the first one.
+
+    Raises:
+        UserError: There are some.
+    """
+    parameters = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+    unused = [name for name, p in parameters if p.grad is None]
+    if unused:
+        raise UserError(
+            f"{len(unused)} of {len(parameters)} parameters got no gradient in the first step: "
+            f"{', '.join(unused[:5])}{', ...' if len(unused) > 5 else ''}.",
+            "DDP waits for the gradient of every parameter on every rank.",
+            "use them in the loss, remove them, or freeze them: requires_grad_(False) in model.py",
+        )
 
 
 def total_weight(window: Window, process: Process) -> float:

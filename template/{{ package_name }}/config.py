@@ -76,6 +76,10 @@ class Config:
     max_grad_norm: float = 1.0
     """Gradients are scaled down to this norm if theirs is larger. 0: never."""
 
+    nonfinite: Literal["stop", "skip"] = "stop"
+    """When gradients are infinite or not numbers. stop: end with an error that names the rank.
+    skip: leave the weights alone in that step; waits for the GPU at every step."""
+
     # The numbers.
     precision: Literal["fp32", "bf16", "fp16"] = "fp32"
     """Number format of the forward pass. The weights stay fp32."""

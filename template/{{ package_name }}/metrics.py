@@ -1,5 +1,6 @@
 """Numbers about a run: sums on the device, reduced once per log line."""
 
+import math
 import time
 from dataclasses import dataclass, field
 
@@ -40,7 +41,7 @@ class TrainMeter:
         own = [self.loss_sum, self.loss_sum.new_tensor([elapsed, waited])]
         loss_sum, elapsed, waited = reduce_sums(torch.hstack(own)).tolist()
         ranks = torch.distributed.get_world_size()
-        loss = loss_sum / self.weight
+        loss = loss_sum / self.weight if self.weight else math.nan
         self.loss_sum.zero_()
         self.weight = 0.0
         return {

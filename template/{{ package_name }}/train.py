@@ -11,11 +11,11 @@ data; DistributedDataParallel (DDP) averages the gradients, so that all of them 
 """
 
 import json
-import math
 import time
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from math import isfinite
 from typing import Any, NamedTuple
 
 import torch
@@ -47,6 +47,22 @@ from .seeding import mix, seed_all, set_deterministic
 from .stopping import StopRequest
 
 
+class StepResult(NamedTuple):
+    """What an optimizer step was.
+
+    Attributes:
+        loss_sum: Sum of this rank's losses: a scalar on the device.
+        grad_norm: Norm of the gradients before clipping: a scalar on the device, equal everywhere.
+        learning_rate: The learning rate that was used.
+        skipped: Whether the weights were left alone because the gradients were not numbers.
+    """
+
+    loss_sum: torch.Tensor
+    grad_norm: torch.Tensor
+    learning_rate: float
+    skipped: bool
+
+
 @dataclass
 class Training:
     """What the loop works with. Made once, in `set_up`.
@@ -56,6 +72,7 @@ class Training:
         validation: This rank's share of the validation set.
         n_validation: Samples of the whole validation set.
         gradients_checked: Whether it is known that every parameter gets a gradient.
+        last: The last optimizer step.
     """
 
     config: Config
@@ -70,18 +87,7 @@ class Training:
     validation: DataLoader[Any]
     n_validation: int
     gradients_checked: bool = False
-
-
-class StepResult(NamedTuple):
-    """What an optimizer step was.
-
-    Attributes:
-        grad_norm: Norm of the gradients before clipping: a scalar on the device, equal everywhere.
-        learning_rate: The learning rate that was used.
-    """
-
-    grad_norm: torch.Tensor
-    learning_rate: float
+    last: StepResult | None = None
 
 
 def main() -> None:
@@ -238,12 +244,12 @@ def train_epoch(training: Training) -> None:
         training.train_set, order, state.epoch, state.position, process.device, config.num_workers
     )
     for window in timed(windows, state.meter.clock):
-        taken = train_step(training, window)
+        training.last = train_step(training, window)
         state.step += 1
         state.position += window.n_samples
         log.advance()
         if state.step % config.log_every_steps == 0:
-            log_step(training, taken)
+            log_step(training, training.last)
         at_epoch_end = state.position == order.samples_per_epoch
         due = config.checkpoint == "steps" and state.step % config.save_every_steps == 0
         if stop.is_due(state.step) or at_epoch_end:
@@ -284,8 +290,11 @@ def train_step(training: Training, window: Window) -> StepResult:
     if not training.gradients_checked:
         refuse_unused_parameters(training.state.model)
         training.gradients_checked = True
-    training.state.meter.add(loss_total, weight, window.n_samples)
-    return apply_gradients(training)
+    refuse_nonfinite(training)  # of the step before this one
+    taken = apply_gradients(training, loss_total)
+    if not taken.skipped:
+        training.state.meter.add(loss_total, weight, window.n_samples)
+    return taken
 
 
 def refuse_unused_parameters(model: nn.Module) -> None:
@@ -318,14 +327,24 @@ def total_weight(window: Window, process: Process) -> float:
     return total.item()
 
 
-def apply_gradients(training: Training) -> StepResult:
-    """Clip, step and clear, in the order that is right for scaled gradients."""
+def apply_gradients(training: Training, loss_sum: torch.Tensor) -> StepResult:
+    """Clip, step and clear, in the order that is right for scaled gradients.
+
+    Args:
+        training: The loop's objects.
+        loss_sum: What the gradients are of; for the record.
+    """
     state, max_norm = training.state, training.config.max_grad_norm or float("inf")
     scaler, optimizer = state.scaler, state.optimizer
     scaler.unscale_(optimizer)  # clipping scaled gradients would clip them to almost nothing
     # After the all-reduce the gradients, and so their norm, are the same on every rank.
     norm = nn.utils.clip_grad_norm_(training.ddp_model.parameters(), max_norm)
-    result = StepResult(norm, optimizer.param_groups[0]["lr"])
+    result = StepResult(loss_sum, norm, optimizer.param_groups[0]["lr"], skipped=False)
+    if training.config.nonfinite == "skip" and not scaler.is_enabled() and not norm.isfinite():
+        optimizer.zero_grad(set_to_none=True)
+        if training.process.is_main:
+            logger.warning(f"warning: step {state.step + 1} skipped: its gradients are not numbers")
+        return result._replace(skipped=True)
     scale = scaler.get_scale()
     scaler.step(optimizer)
     scaler.update()
@@ -369,8 +388,34 @@ def evaluate(training: Training) -> dict[str, float]:
     return {**{name: total / weight for name, total in totals.items()}, "samples": samples}
 
 
+def refuse_nonfinite(training: Training) -> None:
+    """Stop if the gradients of the last step were not numbers. Collective in that case.
+
+    Infinity or NaN on one rank is on every rank after the all-reduce, so that all come to the same
+    answer without asking each other. Looked at one step late, so that the processor need not wait
+    for the GPU, but always before a checkpoint is written.
+
+    Raises:
+        UserError: They were not; names the ranks whose losses were the cause.
+    """
+    last, step = training.last, training.state.step
+    fp16 = training.state.scaler.is_enabled()  # skips such steps by itself, to find its scale
+    if last is None or last.skipped or fp16 or last.grad_norm.isfinite():
+        return
+    losses = gather_objects(last.loss_sum.item(), training.process)
+    causes = [f"{loss} on rank {rank}" for rank, loss in enumerate(losses) if not isfinite(loss)]
+    training.last = None
+    raise UserError(
+        f"Step {step}: the loss is {', '.join(causes[:4]) or 'finite, but its gradients are not'}.",
+        "The weights are no longer numbers; more training cannot repair them.",
+        "look at the data of this step, lower --learning_rate, or use --nonfinite skip; the same "
+        "command goes on from the last checkpoint",
+    )
+
+
 def save(training: Training, is_best: bool = False) -> None:
     """Save a checkpoint, if this run has any. Collective."""
+    refuse_nonfinite(training)
     config = training.config
     if config.checkpoint != "none":
         save_checkpoint(
@@ -387,7 +432,8 @@ def log_step(training: Training, taken: StepResult) -> None:
     metrics["grad_norm"] = taken.grad_norm.item()
     training.log.train(state.step, state.epoch, metrics)
     training.stop.pace(metrics["step_ms"] / 1000)
-    if not math.isfinite(metrics["loss"]):
+    refuse_nonfinite(training)
+    if not isfinite(metrics["loss"]):  # in fp16, where a step now and then is skipped
         first = max(1, state.step - training.config.log_every_steps + 1)
         raise UserError(
             f"The training loss is {metrics['loss']} in steps {first} to {state.step}.",

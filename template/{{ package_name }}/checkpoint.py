@@ -238,6 +238,8 @@ def choose_checkpoint(source: Path) -> tuple[Path | None, list[str]]:
     warnings: list[str] = []
     for file in reversed(step_files(source)):
         if not (problem := problem_with(file)):
+            if warnings:
+                repair_pointers(source, file)
             return file, warnings
         # Out of the way of the retention, which must not count it, but not lost.
         aside = file.with_suffix(".pt.skipped")
@@ -245,6 +247,14 @@ def choose_checkpoint(source: Path) -> tuple[Path | None, list[str]]:
         file.with_suffix(".json").unlink(missing_ok=True)
         warnings.append(f"skipped the checkpoint {file}: {problem} (kept as {aside.name})")
     return None, warnings
+
+
+def repair_pointers(folder: Path, newest: Path) -> None:
+    """Let `last.json` name the newest sound checkpoint; drop a `best.json` that names none."""
+    write_atomically(folder / "last.json", newest.with_suffix(".json").read_text())
+    best = folder / "best.json"
+    if best.exists() and not (folder / json.loads(best.read_text())["file"]).exists():
+        best.unlink()  # written again when the epoch that it was of is trained again
 
 
 def load_checkpoint(source: Path, state: TrainState, process: Process) -> "Loaded":

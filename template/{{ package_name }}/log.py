@@ -11,6 +11,7 @@ from typing import Any, Protocol
 from tqdm import tqdm
 
 from .distributed import Process
+from .run_folder import write_atomically
 
 logger = logging.getLogger(__package__)
 
@@ -50,15 +51,22 @@ class RunLog:
         self.bar: tqdm[Any] | None = None
         self.shows_bar = process.is_main and sys.stdout.isatty()
 
-    def rewind(self, step: int) -> None:
-        """Forget the lines after `step`: they belong to work that was lost and is done again."""
+    def rewind(self, step: int, epoch: int) -> None:
+        """Forget the lines of work that was lost and is done again.
+
+        Args:
+            step: The last step that is not done again.
+            epoch: The first epoch whose validation is done again.
+        """
         if not self.is_main or not self.metrics_file.exists():
             return
-        lines = self.metrics_file.read_text().splitlines()
-        kept = [line for line in lines if is_complete(line) and json.loads(line)["step"] <= step]
-        temporary = self.metrics_file.with_suffix(".tmp")
-        temporary.write_text("".join(line + "\n" for line in kept))
-        temporary.replace(self.metrics_file)
+        kept = []
+        for line in self.metrics_file.read_text().splitlines():
+            if is_complete(line):
+                entry = json.loads(line)
+                again = entry["kind"] == "validation" and entry["epoch"] >= epoch
+                kept += [line + "\n"] if entry["step"] <= step and not again else []
+        write_atomically(self.metrics_file, "".join(kept))
 
     def start_epoch(self, epoch: int, epochs: int, done: int, steps: int) -> None:
         """Show a new progress bar. Steps are those of the epoch."""

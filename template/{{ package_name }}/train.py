@@ -137,7 +137,7 @@ def set_up(config: Config, process: Process) -> Training:
         n_validation=len_of(validation_set),
     )
     announce(training, loaded.warnings if loaded else [])
-    training.log.rewind(state.step)
+    training.log.rewind(state.step, state.epoch)
     if config.exact_resume:
         warm_up(training)
     # From here on every rank draws other random numbers, or all would drop the same units.

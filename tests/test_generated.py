@@ -339,3 +339,17 @@ def is_running(pid: int) -> bool:
         return ") Z " not in Path(f"/proc/{pid}/stat").read_text()
     except (FileNotFoundError, ProcessLookupError):
         return False
+
+
+def test_odd_paths_and_another_working_directory(tmp_path: Path) -> None:
+    """Spaces, quotes and umlauts in every path; started from elsewhere and through a link."""
+    project = make_project(tmp_path / "some dir" / "a b" / "ü 'q'" / "my project")
+    link = tmp_path / "link to it"
+    link.symlink_to(project)
+    output = tmp_path / "out put"
+    done = run(
+        tmp_path, "bash", str(link / "launch/local.sh"), "--epochs", "1",
+        "--output_dir", str(output), CONFIG="configs/debug.yaml", CUDA_VISIBLE_DEVICES="",
+    )  # fmt: skip
+    assert (done.returncode, done.stderr) == (0, "")
+    assert status(output / "debug-001")["state"] == "finished"

@@ -1,5 +1,6 @@
 """What a run says: lines on rank 0's terminal, a log file per rank, metrics.jsonl, a tracker."""
 
+import importlib.util
 import json
 import logging
 import sys
@@ -11,6 +12,7 @@ from typing import Any, Protocol
 from tqdm import tqdm
 
 from .distributed import Process
+from .errors import UserError
 from .run_folder import write_atomically
 
 logger = logging.getLogger(__package__)
@@ -45,6 +47,7 @@ class RunLog:
     def __init__(
         self, folder: Path, process: Process, tracker: str, settings: dict[str, Any]
     ) -> None:
+        refuse_missing(tracker)  # on every rank: if rank 0 failed alone, the others would wait
         self.is_main = process.is_main
         self.metrics_file = folder / "metrics.jsonl"
         self.tracker = build_tracker(tracker, folder, settings) if process.is_main else None
@@ -144,12 +147,22 @@ class Tracker(Protocol):
         """Send what is left."""
 
 
-def build_tracker(name: str, folder: Path, settings: dict[str, Any]) -> Tracker | None:
-    """Make the tracker called `name`, or None for "none". Call on rank 0.
+def refuse_missing(tracker: str) -> None:
+    """Name a tracker whose package is not installed.
 
     Raises:
-        ModuleNotFoundError: Its package is not installed.
+        UserError: It is not.
     """
+    if tracker != "none" and importlib.util.find_spec(tracker) is None:
+        raise UserError(
+            f"tracker is {tracker}, but the package {tracker} is not installed.",
+            "The metrics would go nowhere.",
+            f"python -m pip install {tracker}, or --tracker none",
+        )
+
+
+def build_tracker(name: str, folder: Path, settings: dict[str, Any]) -> Tracker | None:
+    """Make the tracker called `name`, or None for "none". Call on rank 0."""
     trackers: dict[str, Callable[[Path, dict[str, Any]], Tracker]]
     trackers = {"tensorboard": TensorBoard, "wandb": WandB, "mlflow": MLflow}
     return trackers[name](folder, settings) if name in trackers else None

@@ -8,6 +8,7 @@ import json
 import os
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -27,16 +28,23 @@ def run(
     project: Path, *command: str, timeout_s: float = 240, **env: str
 ) -> subprocess.CompletedProcess[str]:
     """Run a command in a project; torchrun and python are those of the tests."""
+    # torchrun leaves temporary files. The path must be short: sockets are made in it.
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as scratch:
+        return subprocess.run(
+            command,
+            cwd=project,
+            env=environment(TMPDIR=scratch, **env),
+            capture_output=True,
+            text=True,
+            timeout=timeout_s,
+            stdin=subprocess.DEVNULL,
+        )
+
+
+def environment(**more: str) -> dict[str, str]:
+    """Return the environment of a training: torchrun and python are those of the tests."""
     path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
-    return subprocess.run(
-        command,
-        cwd=project,
-        env={**os.environ, "PATH": path, "PYTHONPATH": "", "OMP_NUM_THREADS": "1", **env},
-        capture_output=True,
-        text=True,
-        timeout=timeout_s,
-        stdin=subprocess.DEVNULL,
-    )
+    return {**os.environ, "PATH": path, "PYTHONPATH": "", "OMP_NUM_THREADS": "1", **more}
 
 
 def train(project: Path, processes: int, *arguments: str) -> subprocess.CompletedProcess[str]:

@@ -16,6 +16,7 @@ import pytest
 from tests.projects import (
     TORCHRUN,
     asked,
+    environment,
     every_pair,
     make_project,
     metrics,
@@ -124,7 +125,7 @@ def test_killed_and_started_again_the_weights_are_the_same_bits(
     command = [*TORCHRUN, "--nproc-per-node=2", "-m", f"{package_of(digits)}.train"]
     with subprocess.Popen(
         [*command, *DEBUG, "--output_dir", str(killed)],
-        cwd=digits, env={**os.environ, "PYTHONPATH": "", "OMP_NUM_THREADS": "1"},
+        cwd=digits, env=environment(TMPDIR=str(tmp_path)),
         stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
     ) as process:  # fmt: skip
         assert process.stdout is not None
@@ -256,11 +257,10 @@ def test_two_machines_train_together(digits: Path, tmp_path: Path) -> None:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = str(free.getsockname()[1])
-    env = {
-        **os.environ, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
-        "PYTHONPATH": "", "NODES": "2", "PROCESSES": "1", "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": port, "CONFIG": "configs/debug.yaml", "GLOO_SOCKET_IFNAME": "lo",
-    }  # fmt: skip
+    env = environment(
+        TMPDIR=str(digits.parent), NODES="2", PROCESSES="1", MASTER_ADDR="127.0.0.1",
+        MASTER_PORT=port, CONFIG="configs/debug.yaml", GLOO_SOCKET_IFNAME="lo",
+    )  # fmt: skip
     nodes = [
         subprocess.Popen(
             ["bash", "launch/node.sh", "--output_dir", str(tmp_path)],
@@ -283,7 +283,7 @@ def test_a_signal_saves_and_the_same_command_goes_on(digits: Path, tmp_path: Pat
     with subprocess.Popen(
         [*TORCHRUN, "--nproc-per-node=2", "-m", f"{package_of(digits)}.train", *DEBUG,
          "--output_dir", str(stopped)],
-        cwd=digits, env={**os.environ, "PYTHONPATH": "", "OMP_NUM_THREADS": "1"},
+        cwd=digits, env=environment(TMPDIR=str(tmp_path)),
         stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
     ) as process:  # fmt: skip
         assert process.stdout is not None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import os
 import shlex
+import shutil
 import signal
 import subprocess
 import sys
@@ -119,10 +120,16 @@ def _ending(path: str) -> list[str]:
             "The settings in configs/train.yaml may name another folder.",
             "Type: ddpgen demo ANOTHER_PATH",
         )
+    # The training was started with this Python; a shell may find another one, or none.
+    activate = Path(sys.prefix) / "bin" / "activate"
+    found = shutil.which("torchrun") is not None
+    activation = (
+        [f"  source {shlex.quote(str(activate))}"] if not found and activate.exists() else []
+    )
     newest = max(runs, key=lambda run: run.stat().st_mtime)
     return [
         f"The run is in {show(newest)}. Next:",
+        *activation,
         f"  cd {shlex.quote(path)}",
-        "  cat README.md",
         "  bash launch/local.sh",
     ]

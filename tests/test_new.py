@@ -670,6 +670,7 @@ def quick_training(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
         monkeypatch.setattr(demo, "_command", lambda path: [sys.executable, "-c", code])
 
     monkeypatch.setattr(demo, "NEEDS", {})
+    monkeypatch.setattr("shutil.which", lambda name: f"/usr/bin/{name}")
     set_code("import os; os.makedirs('runs/train-001')")
     return set_code
 
@@ -679,9 +680,24 @@ def test_demo_writes_trains_and_tells(ddpgen: Ddpgen, cwd: Path, quick_training:
     assert result.code == 0, result.err
     assert result.out == (
         "The run is in ddpgen-demo/runs/train-001. Next:\n"
-        "  cd ddpgen-demo\n  cat README.md\n  bash launch/local.sh\n"
+        "  cd ddpgen-demo\n  bash launch/local.sh\n"
     )
     assert answers("ddpgen-demo")["gpus_per_node"] == 2
+
+
+def test_demo_activates_its_environment_where_the_shell_has_no_torchrun(
+    ddpgen: Ddpgen, cwd: Path, quick_training: object, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is printed must work as pasted, also in a shell that never saw this environment."""
+    prefix = cwd / "my env"
+    (prefix / "bin").mkdir(parents=True)
+    (prefix / "bin" / "activate").touch()
+    monkeypatch.setattr(sys, "prefix", str(prefix))
+    monkeypatch.setattr("shutil.which", lambda name: None)
+    result = ddpgen("demo")
+    assert result.out.splitlines()[1:] == [
+        f"  source '{prefix}/bin/activate'", "  cd ddpgen-demo", "  bash launch/local.sh",
+    ]  # fmt: skip
 
 
 def test_demo_again_trains_again(

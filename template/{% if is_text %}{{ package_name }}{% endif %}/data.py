@@ -1,7 +1,9 @@
 """YOURS: the data sets. An update never touches this file.
 
 A data set gives `(input, target)` for an index, or `(input, target, weight)` if samples do not all
-weigh the same. It knows nothing about ranks: `loading.py` deals the indices out.
+weigh the same; input and target are tensors, or dicts, lists or tuples of tensors. If it has
+`set_epoch(epoch)`, that is called before each epoch. It knows nothing about ranks: `loading.py`
+deals the indices out.
 """
 
 from pydoc_data.topics import topics

@@ -1,6 +1,7 @@
 """YOURS: the model, its loss and its scores. An update never touches this file.
 
-Knows nothing about processes: what is here also runs in a notebook.
+Knows nothing about processes: what is here also runs in a notebook. The model takes the input of
+the data set, in batches; what it returns goes to `compute_losses` and `compute_scores` as it is.
 """
 
 import torch

@@ -14,6 +14,7 @@ import os
 import re
 from dataclasses import dataclass
 from pathlib import Path
+from textwrap import shorten
 from typing import IO, Any, BinaryIO, cast
 
 import torch
@@ -277,9 +278,9 @@ def load_checkpoint(source: Path, state: TrainState, process: Process) -> "Loade
         state.load_shared(saved)
     except (RuntimeError, ValueError, KeyError) as error:
         raise UserError(
-            f"The checkpoint {file} does not fit this model or optimizer: {error}",
+            f"The checkpoint {file} does not fit this model: {shorten(str(error), 300)}",
             "Going on with part of the weights would look like training and be something else.",
-            "restore the model that was saved, or --resume none",
+            "--resume none, to start a new run; or restore the model that was saved",
         ) from None
     if len(saved["ranks"]) != process.world_size:
         warnings.append(

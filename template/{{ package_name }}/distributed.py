@@ -169,6 +169,10 @@ def run_and_exit(main: Callable[[], None]) -> NoReturn:
     def guarded() -> None:
         try:
             main()
+        except UserError as error:
+            # Not left to `record`: torchrun would repeat it with two tracebacks.
+            say_once(f"error: {error}")
+            raise SystemExit(2) from None
         except RuntimeError as error:
             if is_lost_connection(error):
                 leave_the_blame()
@@ -177,9 +181,6 @@ def run_and_exit(main: Callable[[], None]) -> NoReturn:
     code = 0
     try:
         record(guarded)()
-    except UserError as error:
-        say_once(f"error: {error}")
-        code = 2
     except SystemExit as stop:
         code = stop.code if isinstance(stop.code, int) else int(stop.code is not None)
     except BaseException as error:

@@ -90,6 +90,12 @@ def resume_from_path(config: Config, path: Path) -> RunFolder:
     """Go on with the run folder `path`, or start a new run from the checkpoint file `path`."""
     if path.is_file():
         return new_run_folder(config, f"starting from {path}", load_from=path)
+    if not path.exists():
+        raise UserError(
+            f"--resume {path}: there is no such file or folder.",
+            "A run goes on from what an earlier one has left.",
+            f"ls {path.parent}",
+        )
     if read_status(path) is None:
         raise UserError(
             f"--resume {path}: there is no run in it.",

@@ -281,6 +281,8 @@ def train_step(training: Training, window: Window) -> StepResult:
             with autocast(training.config.precision, process.device):
                 outputs = ddp_model(batch.inputs)
             losses = compute_losses(float32(outputs), batch.targets)
+            if losses.ndim != 1:
+                raise not_per_sample(losses)
             loss_sum = losses.sum() if batch.weights is None else (losses * batch.weights).sum()
             # DDP divides by the number of processes. Multiplying by it, and dividing by the weight
             # of the whole step, gives the mean over all samples, however they were dealt; also in
@@ -295,6 +297,15 @@ def train_step(training: Training, window: Window) -> StepResult:
     if not taken.skipped:
         training.state.meter.add(loss_total, weight, window.n_samples)
     return taken
+
+
+def not_per_sample(losses: torch.Tensor) -> UserError:
+    """Return the error of a loss function that has averaged over the samples already."""
+    return UserError(
+        f"compute_losses in model.py returned a tensor of shape {list(losses.shape)}.",
+        "It must be [samples], one loss for each: the loop divides by the samples of all ranks.",
+        'reduction="none" in the loss function; a mean over anything but the samples is fine',
+    )
 
 
 def refuse_unused_parameters(model: nn.Module) -> None:

@@ -23,6 +23,7 @@ from .distributed import Process
 from .errors import UserError
 from .permutation import Permutation
 from .seeding import generator
+from .stopping import STOP_SIGNALS
 
 
 @dataclass
@@ -249,9 +250,10 @@ def build_loader(
 
 def depend_on_the_trainer(worker: int) -> None:
     """Let a loader process end when the training process says so, or is gone."""
-    # Undo what stopping.py did in the process that this one was forked from.
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    # A scheduler's signal reaches every process. The training process still needs this one, to go
+    # on to the step at which all ranks save.
+    for name in STOP_SIGNALS:
+        signal.signal(getattr(signal, name), signal.SIG_IGN)
     # torch watches the parent process, but under forkserver the parent is the server.
     threading.Thread(target=end_with_the_trainer, daemon=True).start()
 

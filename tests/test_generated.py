@@ -161,7 +161,7 @@ def last_weights(folder: Path) -> dict[str, bytes]:
 
 
 EVALUATE = """
-from {package} import distributed, train
+from {package} import distributed, failures, train
 from {package}.config import load_config
 
 def main():
@@ -171,7 +171,7 @@ def main():
         if process.is_main:
             print("RESULT", metrics["samples"], metrics["accuracy"], metrics["loss"])
 
-distributed.run_and_exit(main)
+failures.run_and_exit(main)
 """
 
 
@@ -207,7 +207,7 @@ import torch
 from torch.distributed import GradBucket
 from torch.futures import Future
 
-from {package} import distributed, train
+from {package} import distributed, failures, train
 from {package}.config import load_config
 
 def main():
@@ -228,7 +228,7 @@ def main():
             buckets = [len({{b for s, b in sent if s == step}}) for step in range(steps)]
             print("RESULT", steps, len(sent), sum(buckets), buckets[-1])
 
-distributed.run_and_exit(main)
+failures.run_and_exit(main)
 """
 
 
@@ -310,7 +310,7 @@ class Data(torch.utils.data.Dataset):
 
 if __name__ == "__main__":
     context = loading.worker_context
-    loading.worker_context = lambda on_gpu: context(sys.argv[1] == "gpu")
+    loading.worker_context = lambda on_gpu, start: context(sys.argv[1] == "gpu", start)
     device = torch.device("cpu")
     loader = loading.build_loader(Data(), [[i] for i in range(8)], generator(0), device, 2)
     batches = iter(loader)

@@ -22,10 +22,10 @@ PACKAGE_FILES = sorted(TEMPLATE.glob("*package_name*/*.py"))
 # Who may import whom: a module may import those of the lines above its own.
 LAYERS = [
     {"errors"},
-    {"config", "seeding", "model", "data", "permutation"},
+    {"config", "seeding", "model", "data", "permutation", "failures"},
     {"distributed"},
-    {"loading", "metrics", "optim", "probe", "stopping", "log", "run_folder"},
-    {"checkpoint"},
+    {"loading", "metrics", "optim", "probe", "stopping", "log", "run_folder", "checkpoint_files"},
+    {"checkpoint", "wrapping", "ledger"},
     {"train"},
 ]
 

@@ -1,15 +1,19 @@
 """YOURS: the data sets. An update never touches this file.
 
 A data set gives `(input, target)` for an index, or `(input, target, weight)` if samples do not all
-weigh the same; input and target are tensors, or dicts, lists or tuples of tensors. If it has
-`set_epoch(epoch)`, that is called before each epoch. It knows nothing about ranks: `loading.py`
-deals the indices out.
+weigh the same; input and target are tensors, or dicts, lists or tuples of tensors. It knows nothing
+about ranks: `loading.py` deals the indices out. Two methods are optional:
+
+`set_epoch(epoch)` is called before each epoch.
+`read_batch(indices)` returns the same for many samples, stacked: faster for data in memory, and the
+place to fill up samples of different length. Without it samples are read one by one and stacked.
 """
 
 from pydoc_data.topics import topics
 from typing import Any
 
 import torch
+from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import Dataset
 
 from .seeding import mix
@@ -20,7 +24,7 @@ IGNORED = -100  # a target that does not count
 VALIDATION_SHARE = 0.1
 
 
-class Passages(Dataset[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]):
+class Passages(Dataset[tuple[torch.Tensor, ...]]):
     """Texts cut into passages; targets are the next bytes. The last passage is shorter."""
 
     def __init__(self, texts: list[str]) -> None:
@@ -35,15 +39,16 @@ class Passages(Dataset[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]):
     def __len__(self) -> int:
         return len(self.passages)
 
-    def __getitem__(self, index: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, ...]:
         """Return input [length], target [length] and weight: the number of targets that count."""
-        passage = self.passages[index]
-        n_targets = len(passage) - 1
-        inputs = torch.zeros(SEQUENCE_LENGTH, dtype=torch.int64)
-        targets = torch.full((SEQUENCE_LENGTH,), IGNORED, dtype=torch.int64)
-        inputs[:n_targets] = passage[:-1]
-        targets[:n_targets] = passage[1:]
-        return inputs, targets, torch.tensor(float(n_targets))
+        return tuple(column[0] for column in self.read_batch([index]))
+
+    def read_batch(self, indices: list[int]) -> tuple[torch.Tensor, ...]:
+        """Return inputs and targets [samples, length of the longest] and weights [samples]."""
+        chosen = [self.passages[index] for index in indices]
+        inputs = pad_sequence([passage[:-1] for passage in chosen], batch_first=True)
+        targets = pad_sequence([passage[1:] for passage in chosen], True, padding_value=IGNORED)
+        return inputs, targets, torch.tensor([len(passage) - 1 for passage in chosen])
 
 
 def build_datasets(seed: int) -> tuple[Dataset[Any], Dataset[Any]]:

@@ -1,9 +1,12 @@
 """YOURS: the data sets. An update never touches this file.
 
 A data set gives `(input, target)` for an index, or `(input, target, weight)` if samples do not all
-weigh the same; input and target are tensors, or dicts, lists or tuples of tensors. If it has
-`set_epoch(epoch)`, that is called before each epoch. It knows nothing about ranks: `loading.py`
-deals the indices out.
+weigh the same; input and target are tensors, or dicts, lists or tuples of tensors. It knows nothing
+about ranks: `loading.py` deals the indices out. Two methods are optional:
+
+`set_epoch(epoch)` is called before each epoch.
+`read_batch(indices)` returns the same for many samples, stacked: faster for data in memory, and the
+place to fill up samples of different length. Without it samples are read one by one and stacked.
 """
 
 from typing import Any
@@ -43,10 +46,16 @@ class Digits(Dataset[tuple[torch.Tensor, torch.Tensor]]):
         return len(self.labels)
 
     def __getitem__(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
-        image = self.images[index]
+        images, labels = self.read_batch([index])
+        return images[0], labels[0]
+
+    def read_batch(self, indices: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return float32 images [samples, 1, 8, 8] and int64 labels [samples]."""
+        images = self.images[indices]
         if self.augment_seed is not None:
-            image = augment(image, self.augment_seed, self.epoch, index)
-        return image, self.labels[index]
+            pairs = zip(images, indices, strict=True)
+            images = torch.stack([augment(i, self.augment_seed, self.epoch, n) for i, n in pairs])
+        return images, self.labels[indices]
 
 
 def augment(image: torch.Tensor, seed: int, epoch: int, index: int) -> torch.Tensor:

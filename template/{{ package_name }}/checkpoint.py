@@ -1,31 +1,24 @@
-"""Checkpoints: everything that changes during training, written so that a kill cannot hurt.
+"""Everything that changes during training, saved and loaded so that all ranks agree."""
 
-A checkpoint is two files: step-00000120.pt, and step-00000120.json, written last, which holds the
-SHA-256 of the first. One without the other, or with another sum, does not count. At the end of an
-epoch the name goes on: step-00000120-epoch-0004.pt. `last.json` and `best.json` are copies of such
-a .json file and tell which checkpoint is meant.
-"""
-
-import hashlib
 import io
-import json
 import math
-import os
-import re
+import time
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from textwrap import shorten
-from typing import IO, Any, BinaryIO, cast
+from typing import Any
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
+from .checkpoint_files import choose_checkpoint, remove_old, write_files
 from .distributed import Process, agree_on, broadcast_from_main, gather_objects
 from .errors import UserError
+from .log import logger
 from .metrics import TrainMeter
-from .run_folder import write_atomically
 from .seeding import capture_rng, restore_rng
 
 FORMAT = 1
@@ -90,172 +83,104 @@ class TrainState:
         self.position, self.best_loss = saved["position"], saved["best_loss"]
 
 
-def save_checkpoint(
-    folder: Path, state: TrainState, process: Process, keep: int, is_best: bool = False
-) -> None:
-    """Write a checkpoint from rank 0. Collective.
+class CheckpointWriter:
+    """Writes the checkpoints of a run from rank 0, at once or in the background.
 
-    Every rank adds its own random state: restoring rank 0's everywhere would give all ranks the
-    same dropout. A failure to write is raised on every rank, or they would wait for rank 0.
-
-    Args:
-        folder: The run's folder of checkpoints.
-        state: What to save.
-        process: This process.
-        keep: Newest checkpoints to leave on disk; the best one comes on top.
-        is_best: Point `best.json` at this one.
-
-    Raises:
-        UserError: The disk is full or the folder cannot be written.
+    In the background the training waits only while the state is copied into memory that is kept for
+    this. The next save, and the end of the run, wait for the one before and report its failure.
     """
-    own = {"rng": capture_rng(process.device), "meter": state.meter.state_dict()}
-    ranks = gather_objects(own, process)
 
-    def write() -> None:
+    def __init__(self, folder: Path, keep: int, in_background: bool) -> None:
+        """Prepare to write.
+
+        Args:
+            folder: The run's folder of checkpoints.
+            keep: Newest checkpoints to leave on disk; the best one comes on top.
+            in_background: Write in a thread. Costs memory for a copy of the state on rank 0.
+        """
+        self.folder = folder
+        self.keep = keep
+        self.thread = ThreadPoolExecutor(max_workers=1) if in_background else None
+        self.pending: Future[None] | None = None
+        self.kept: Any = None
+
+    def save(self, state: TrainState, process: Process, is_best: bool = False) -> None:
+        """Write a checkpoint. Collective.
+
+        Every rank adds its own random state: restoring rank 0's everywhere would give all ranks the
+        same dropout. A failure to write is raised on every rank, or they would wait for rank 0.
+
+        Args:
+            state: What to save.
+            process: This process.
+            is_best: Point `best.json` at this one.
+
+        Raises:
+            UserError: The disk is full or the folder cannot be written.
+        """
+        own = {"rng": capture_rng(process.device), "meter": state.meter.state_dict()}
+        ranks = gather_objects(own, process)
+
+        def start() -> None:
+            self.wait_for_the_thread()
+            content = {"format": FORMAT, **state.shared(), "ranks": ranks}
+            if self.thread is None:
+                self.write(content, is_best)
+            else:
+                self.kept = copied(content, self.kept)
+                self.pending = self.thread.submit(self.write, self.kept, is_best)
+
+        broadcast_from_main(start, process)
+
+    def finish(self, process: Process) -> None:
+        """Wait until everything is on disk. Collective.
+
+        Raises:
+            UserError: The last checkpoint could not be written.
+        """
+        broadcast_from_main(self.wait_for_the_thread, process)
+
+    def wait_for_the_thread(self) -> None:
+        """Wait for the write before; raise its error."""
+        if self.pending is not None:
+            pending, self.pending = self.pending, None
+            pending.result()
+
+    def write(self, content: dict[str, Any], is_best: bool) -> None:
+        """Write one checkpoint, then remove old ones; on rank 0, perhaps in the thread."""
+        started = time.perf_counter()
         try:
-            write_files(folder, {"format": FORMAT, **state.shared(), "ranks": ranks}, is_best)
+            file = write_files(self.folder, content, is_best)
         except OSError as error:
             raise UserError(
-                f"The checkpoint of step {state.step} could not be written to {folder}: "
+                f"The checkpoint of step {content['step']} could not be written to {self.folder}: "
                 f"{error.strerror}.",
                 "Training on without checkpoints would lose the work at the next failure.",
                 "free some space or fix the permissions, then start the same command again",
             ) from error
-        remove_old(folder, keep)
-
-    broadcast_from_main(write, process)
-
-
-def write_files(folder: Path, saved: dict[str, Any], is_best: bool) -> None:
-    """Write data, then its description, then the pointers. A kill in between leaves the old."""
-    at_epoch_end = saved["position"] == 0
-    end = f"-epoch-{saved['epoch']:04d}" if at_epoch_end else ""
-    file = folder / f"step-{saved['step']:08d}{end}.pt"
-    temporary = folder / f".{file.name}.tmp"
-    with temporary.open("wb") as stream:
-        digest = HashingWriter(stream)
-        torch.save(saved, cast(IO[bytes], digest))
-        stream.flush()
-        os.fsync(stream.fileno())
-    description = {
-        "file": file.name,
-        "sha256": digest.sha256.hexdigest(),
-        "bytes": temporary.stat().st_size,
-        "step": saved["step"],
-        "epoch": saved["epoch"],
-        "best_loss": saved["best_loss"] if math.isfinite(saved["best_loss"]) else None,
-        "world_size": len(saved["ranks"]),
-    }
-    text = json.dumps(description) + "\n"
-    # A file of this name was skipped at the start, if there was one: its description is void.
-    file.with_suffix(".json").unlink(missing_ok=True)
-    os.replace(temporary, file)
-    sync_folder(folder)
-    write_atomically(file.with_suffix(".json"), text)
-    write_atomically(folder / "last.json", text)
-    if is_best:
-        write_atomically(folder / "best.json", text)
-    sync_folder(folder)
+        mib, seconds = file.stat().st_size / 2**20, time.perf_counter() - started
+        logger.debug(f"saved {file.name}: {mib:.1f} MiB in {seconds:.2f} s")
+        remove_old(self.folder, self.keep)
 
 
-class HashingWriter:
-    """A file that computes the SHA-256 of what is written to it."""
-
-    def __init__(self, stream: BinaryIO) -> None:
-        self.stream = stream
-        self.sha256 = hashlib.sha256()
-
-    def write(self, data: Any) -> int:
-        """Write `data` and add it to the sum."""
-        self.sha256.update(data)
-        return self.stream.write(data)
-
-    def flush(self) -> None:
-        """Pass on what is buffered."""
-        self.stream.flush()
-
-
-def sync_folder(folder: Path) -> None:
-    """Make renames survive a power cut."""
-    handle = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
-
-
-def remove_old(folder: Path, keep: int) -> None:
-    """Remove all but the newest `keep` checkpoints and the best; and what killed saves left."""
-    pointer = folder / "best.json"
-    best = json.loads(pointer.read_text())["file"] if pointer.exists() else ""
-    for file in step_files(folder)[:-keep]:
-        if file.name != best:
-            file.with_suffix(".json").unlink(missing_ok=True)
-            file.unlink()
-    for leftover in folder.glob(".*.tmp"):
-        leftover.unlink(missing_ok=True)
-
-
-def step_files(folder: Path) -> list[Path]:
-    """Return the checkpoint files, oldest first. By number: as text, step 200 follows 1000."""
-    pattern = re.compile(r"step-(\d+)(-epoch-\d+)?\.pt")
-    matches = [(pattern.fullmatch(file.name), file) for file in folder.glob("step-*")]
-    return [file for *_, file in sorted((int(m[1]), m[2] or "", file) for m, file in matches if m)]
-
-
-def problem_with(file: Path) -> str:
-    """Return why a checkpoint cannot be trusted, or "" if it can."""
-    try:
-        description = json.loads(file.with_suffix(".json").read_text())
-    except (OSError, ValueError):
-        return "it was never finished"
-    size = file.stat().st_size
-    if size != description["bytes"]:
-        return f"it has {size} bytes instead of {description['bytes']}"
-    sha256 = hashlib.sha256()
-    with file.open("rb") as stream:
-        while block := stream.read(1 << 20):
-            sha256.update(block)
-    return "" if sha256.hexdigest() == description["sha256"] else "its checksum is wrong"
-
-
-def choose_checkpoint(source: Path) -> tuple[Path | None, list[str]]:
-    """Return the checkpoint to load and what is wrong with the newer ones. Call on rank 0.
+def copied(value: Any, kept: Any = None) -> Any:
+    """Return a copy in the processor's memory, which later training does not change.
 
     Args:
-        source: A checkpoint file, or a folder of them: then the newest sound one.
-
-    Raises:
-        UserError: The one that was named is damaged.
+        value: Tensors in dicts, lists and tuples.
+        kept: The copy of an earlier state; its memory is used again where the shapes are the same.
     """
-    if source.is_file():
-        if problem := problem_with(source):
-            raise UserError(
-                f"The checkpoint {source} cannot be used: {problem}.",
-                "Weights from it may be wrong.",
-                f"choose another one: ls {source.parent}",
-            )
-        return source, []
-    warnings: list[str] = []
-    for file in reversed(step_files(source)):
-        if not (problem := problem_with(file)):
-            if warnings:
-                repair_pointers(source, file)
-            return file, warnings
-        # Out of the way of the retention, which must not count it, but not lost.
-        aside = file.with_suffix(".pt.skipped")
-        os.replace(file, aside)
-        file.with_suffix(".json").unlink(missing_ok=True)
-        warnings.append(f"skipped the checkpoint {file}: {problem} (kept as {aside.name})")
-    return None, warnings
-
-
-def repair_pointers(folder: Path, newest: Path) -> None:
-    """Let `last.json` name the newest sound checkpoint; drop a `best.json` that names none."""
-    write_atomically(folder / "last.json", newest.with_suffix(".json").read_text())
-    best = folder / "best.json"
-    if best.exists() and not (folder / json.loads(best.read_text())["file"]).exists():
-        best.unlink()  # written again when the epoch that it was of is trained again
+    if isinstance(value, torch.Tensor):
+        fits = isinstance(kept, torch.Tensor) and kept.shape == value.shape
+        target = kept if fits else torch.empty_like(value, device="cpu")
+        return target.copy_(value)
+    if isinstance(value, dict):
+        old = kept or {}
+        return {key: copied(item, old.get(key)) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        olds = kept if kept and len(kept) == len(value) else [None] * len(value)
+        return type(value)(copied(item, old) for item, old in zip(value, olds, strict=True))
+    return value
 
 
 def load_checkpoint(source: Path, state: TrainState, process: Process) -> "Loaded":
@@ -333,14 +258,3 @@ def read_everywhere(file: Path, process: Process) -> dict[str, Any]:
     if unseen:
         source = io.BytesIO(broadcast_from_main(file.read_bytes, process))
     return dict(torch.load(source, map_location="cpu", weights_only=True))
-
-
-def load_weights(folder: Path | str, which: str = "best") -> dict[str, torch.Tensor]:
-    """Return the model's weights from a run's folder of checkpoints, for use outside training.
-
-    Args:
-        folder: For example runs/train-001/checkpoints.
-        which: best or last.
-    """
-    file = Path(folder) / json.loads((Path(folder) / f"{which}.json").read_text())["file"]
-    return dict(torch.load(file, map_location="cpu", weights_only=True)["model"])

@@ -60,6 +60,8 @@ class Config:
     false: train on it too."""
     num_workers: int = 0
     """Loader processes per training process. 0 is fastest for data in memory."""
+    loader_start: Literal["auto", "fork", "forkserver", "spawn"] = "auto"
+    """How loader processes start. auto: forkserver with a GPU, fork without."""
 
     # The optimizer. Its clock is the optimizer step.
     learning_rate: float = 0.001
@@ -86,6 +88,29 @@ class Config:
     sync_batchnorm: bool = False
     """BatchNorm statistics over all GPUs instead of each one's own. GPUs only."""
 
+    # The copies of the model, and how DDP keeps them the same.
+    compile: bool = False
+    """Compile the model. Costs a minute at the start; needs a C++ compiler on the CPU."""
+    bucket_cap_mb: float = 25.0
+    """Gradients are sent in buckets of this many MiB, while others are still computed."""
+    gradient_as_bucket_view: bool = True
+    """Gradients live in the buckets: saves their memory and a copy. Then never detach_() one."""
+    sync_buffers: bool = True
+    """Send rank 0's buffers (BatchNorm statistics) to all before each forward pass. false: faster,
+    and as good for BatchNorm, whose statistics are sent before each evaluation anyway."""
+    find_unused_parameters: bool = False
+    """Allow parameters without a gradient, others in each step. Costs a walk through the graph per
+    step (up to twice the time of a small model)."""
+    static_graph: bool = False
+    """Promise that every step uses the same parameters in the same order: allows a layer to be
+    checkpointed (recomputed) more than once in a pass. Not with accumulation_steps > 1."""
+    comm_hook: Literal["none", "bf16", "fp16", "powersgd"] = "none"
+    """Send gradients in fewer bytes, for slow networks. bf16 (GPUs only) and fp16: half of them,
+    rounded. powersgd: a rank-1 approximation, after warmup_steps; restarts are not exact."""
+    compare_ranks_every_steps: int = 0
+    """Optimizer steps between two comparisons of all weights over all ranks. 0: never. Reads every
+    weight once."""
+
     # Checkpoints and logs.
     checkpoint: Literal["epoch", "steps", "none"] = "epoch"
     """When to save."""
@@ -93,6 +118,8 @@ class Config:
     """Optimizer steps between two checkpoints, if checkpoint is steps."""
     keep_checkpoints: int = 3
     """Newest checkpoints kept on disk. The best one is kept beside them."""
+    async_save: bool = False
+    """Write checkpoints in the background. Costs memory for a copy of weights and optimizer."""
     save_best: bool = True
     """Keep the checkpoint with the lowest validation loss."""
     log_every_steps: int = 10
@@ -118,6 +145,8 @@ class Config:
             "warmup_steps": 0,
             "weight_decay": 0,
             "max_grad_norm": 0,
+            "bucket_cap_mb": 0.001,
+            "compare_ranks_every_steps": 0,
             "save_every_steps": 1,
             "keep_checkpoints": 1,
             "log_every_steps": 1,
@@ -137,6 +166,38 @@ class Config:
                 "It becomes the name of a folder.",
                 "--run_name train (no slash, no leading dot)",
             )
+        self.refuse_pairs()
+
+    def refuse_pairs(self) -> None:
+        """Refuse knobs that do not work together.
+
+        Raises:
+            UserError: Two of them are set.
+        """
+        pairs = [
+            (
+                self.static_graph and self.accumulation_steps > 1,
+                f"static_graph is true and accumulation_steps is {self.accumulation_steps}.",
+                "DDP's static graph breaks on passes that send nothing, which accumulation needs.",
+                "--static_graph false",
+            ),
+            (
+                self.static_graph and self.find_unused_parameters,
+                "static_graph and find_unused_parameters are both true.",
+                "The one promises that no step differs, the other expects that they do.",
+                "--static_graph false, or --find_unused_parameters false",
+            ),
+            (
+                self.exact_resume and self.comm_hook == "powersgd",
+                "exact_resume is true and comm_hook is powersgd.",
+                "Its memory of what was left out is as large as the model, on every rank, and is "
+                "not saved.",
+                "--exact_resume false, or another --comm_hook",
+            ),
+        ]
+        for is_set, what, why, fix in pairs:
+            if is_set:
+                raise UserError(what, why, fix)
 
     def global_batch_size(self, world_size: int) -> int:
         """Return the samples of one optimizer step over all `world_size` processes."""
@@ -209,8 +270,9 @@ def changed_settings(old: dict[str, Any], new: dict[str, Any]) -> dict[str, tupl
     Where a run writes, and how often it logs or saves, are left out: they do not change its result.
     """
     harmless = {
-        "run_name", "output_dir", "resume", "timeout_s", "max_minutes", "num_workers", "checkpoint",
-        "save_every_steps", "keep_checkpoints", "save_best", "log_every_steps", "tracker",
+        "run_name", "output_dir", "resume", "timeout_s", "max_minutes", "num_workers",
+        "loader_start", "compare_ranks_every_steps", "checkpoint", "save_every_steps",
+        "keep_checkpoints", "async_save", "save_best", "log_every_steps", "tracker",
     }  # fmt: skip
     names = [name for name in {**old, **new} if name not in harmless]
     pairs = {name: (old.get(name), new.get(name)) for name in names}

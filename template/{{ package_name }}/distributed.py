@@ -6,22 +6,20 @@ skips one leaves the others waiting until the timeout.
 
 import ctypes
 import os
-import select
 import signal
 import socket
 import sys
-import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, NoReturn, TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
-from torch.distributed.elastic.multiprocessing.errors import record
 
 from .errors import UserError
+from .failures import watch_for_the_end
 
 T = TypeVar("T")
 
@@ -82,6 +80,7 @@ def process_group(device: str = "auto", timeout_s: float = 600.0) -> Iterator[Pr
     alone: dict[str, Any] = {}
     if env:
         die_with_launcher()
+        watch_for_the_end()
     else:
         # A group of one needs no port.
         alone = {"store": dist.HashStore(), "rank": 0, "world_size": 1}
@@ -155,96 +154,6 @@ def die_with_launcher() -> None:
     if sys.platform == "linux":
         pr_set_pdeathsig = 1
         ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGTERM)
-
-
-def run_and_exit(main: Callable[[], None]) -> NoReturn:
-    """Run `main` and end this process, with an exit code that tells the truth.
-
-    `record` hands a failure to torchrun, which then names the rank that failed first. The process
-    ends by `os._exit`, because the ordinary end of Python can crash or hang: threads of the process
-    group may still run while the interpreter is taken down.
-    Source: https://github.com/pytorch/pytorch/issues/190489
-    """
-
-    def guarded() -> None:
-        try:
-            main()
-        except UserError as error:
-            # Not left to `record`: torchrun would repeat it with two tracebacks.
-            say_once(f"error: {error}")
-            raise SystemExit(2) from None
-        except RuntimeError as error:
-            if is_lost_connection(error):
-                leave_the_blame()
-            raise
-
-    code = 0
-    try:
-        record(guarded)()
-    except SystemExit as stop:
-        code = stop.code if isinstance(stop.code, int) else int(stop.code is not None)
-    except BaseException as error:
-        summary = traceback.format_exception_only(type(error), error)[-1].strip()
-        print(f"{whoami()} failed: {summary}\n{traceback.format_exc()}", file=sys.stderr, end="")
-        code = 1
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(code)
-
-
-def is_lost_connection(error: RuntimeError) -> bool:
-    """Return whether the error only says that another rank is gone."""
-    return "gloo" in str(error) or isinstance(error, dist.DistBackendError)
-
-
-def leave_the_blame(wait_s: float = 5.0) -> None:
-    """End this process without an error of its own, if another rank failed before it.
-
-    When one rank fails, the others lose their connection to it within the same second, and torchrun
-    might name one of them as the cause. So they wait for torchrun to end them. It does not if no
-    other rank has failed; then this function returns.
-    """
-    if not launch_environment():
-        return
-    reader, writer = socket.socketpair()
-    writer.setblocking(False)
-    signal.set_wakeup_fd(writer.fileno())  # any thread may get the signal; this one wakes up
-    signal.signal(signal.SIGTERM, lambda *_: None)
-    if select.select([reader], [], [], wait_s)[0]:
-        print(f"{whoami()} ended: another rank failed", file=sys.stderr, flush=True)
-        os._exit(1)
-
-
-def whoami() -> str:
-    """Return the name of this process in error messages."""
-    return f"[rank {os.environ.get('RANK', '0')} on {socket.gethostname()}]"
-
-
-def say_once(message: str) -> None:
-    """Print an error that every rank may have, once per job instead of once per rank.
-
-    The launcher's store is asked who came first, because the process group may not exist yet.
-    """
-    store, said = launcher_store(), f"said/{message}"
-    if store is not None and store.add(f"count/{message}", 1) > 1:
-        store.wait([said], timedelta(seconds=10))  # or torchrun may end the one that is printing
-        return
-    print(message, file=sys.stderr, flush=True)
-    if store is not None:
-        store.set(said, "1")
-
-
-def launcher_store() -> dist.Store | None:
-    """Return torchrun's own key-value store, or None if there is no torchrun."""
-    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
-        return None
-    address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-    try:
-        store = dist.TCPStore(address, port, is_master=False, timeout=timedelta(seconds=10))
-    except RuntimeError:  # torchrun is gone or out of reach: every rank speaks for itself
-        return None
-    restart = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    return dist.PrefixStore(f"errors/{restart}", store)
 
 
 def reduce_sums(sums: torch.Tensor) -> torch.Tensor:

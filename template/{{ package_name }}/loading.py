@@ -13,10 +13,10 @@ from collections.abc import Callable, Iterable, Iterator, Sized
 from dataclasses import dataclass
 from itertools import chain, tee
 from multiprocessing.context import BaseContext
-from typing import Any
+from typing import Any, cast
 
 import torch
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader, Dataset, Sampler
 
 from .config import Config
 from .distributed import Process
@@ -170,17 +170,19 @@ def train_windows(
     start: int,
     device: torch.device,
     num_workers: int = 0,
+    loader_start: str = "auto",
 ) -> Iterator[Window]:
     """Yield what this rank trains on in the rest of an epoch, one optimizer step at a time.
 
     Args:
-        dataset: Gives `(input, target)` or `(input, target, weight)` for an index. If it has
-            `set_epoch`, that is called first: augmentation is a function of seed, epoch and index.
+        dataset: See data.py. If it has `set_epoch`, that is called first: augmentation is a
+            function of seed, epoch and index.
         order: The deal.
         epoch: Counted from 0.
         start: Samples of the epoch that are done, over all ranks.
         device: Where the batches will be used.
         num_workers: Loader processes.
+        loader_start: How they are started.
     """
     if hasattr(dataset, "set_epoch"):
         dataset.set_epoch(epoch)
@@ -195,6 +197,7 @@ def train_windows(
             generator(order.seed, "workers", epoch, order.rank),
             device,
             num_workers,
+            loader_start,
         )
     )
     for parts, real, n_samples in for_loop:
@@ -223,8 +226,10 @@ def validation_batches(dataset: Dataset[Any], config: Config, process: Process) 
     mine = range(process.rank, len_of(dataset), process.world_size)
     size = config.micro_batch_size
     batches = [list(mine[i : i + size]) for i in range(0, len(mine), size)]
-    stream = generator("validation")
-    return build_loader(dataset, batches, stream, process.device, config.num_workers)
+    return build_loader(
+        dataset, batches, generator("validation"), process.device,
+        config.num_workers, config.loader_start,
+    )  # fmt: skip
 
 
 def build_loader(
@@ -233,19 +238,50 @@ def build_loader(
     stream: torch.Generator,
     device: torch.device,
     num_workers: int,
+    start: str = "auto",
 ) -> DataLoader[Any]:
     """Return a loader that yields one `MicroBatch` per list of indices, in order."""
     on_gpu = device.type == "cuda"
     return DataLoader(
-        dataset,
-        batch_sampler=batches,
-        collate_fn=collate,
+        Reader(dataset),
+        batch_size=None,  # the reader makes the batches
+        sampler=cast("Sampler[Any]", batches),
+        collate_fn=as_it_is,
         num_workers=num_workers,
         generator=stream,
         pin_memory=on_gpu,
-        multiprocessing_context=worker_context(on_gpu) if num_workers > 0 else None,
+        multiprocessing_context=worker_context(on_gpu, start) if num_workers > 0 else None,
         worker_init_fn=depend_on_the_trainer,
     )
+
+
+class Reader(Dataset[MicroBatch]):
+    """Reads whole micro-batches, in the training process or in a loader process."""
+
+    def __init__(self, dataset: Dataset[Any]) -> None:
+        self.dataset = dataset
+        self.read_batch = getattr(dataset, "read_batch", self.read_and_stack)
+
+    def __getitem__(self, indices: list[int]) -> MicroBatch:
+        inputs, targets, *weights = self.read_batch(indices)
+        return MicroBatch(inputs, targets, weights[0].float() if weights else None)
+
+    def read_and_stack(self, indices: list[int]) -> Any:
+        """Read sample by sample and stack what is read."""
+        return torch.utils.data.default_collate([self.read(index) for index in indices])
+
+    def read(self, index: int) -> Any:
+        """Return one sample; an error says which one it was."""
+        try:
+            return self.dataset[index]
+        except Exception as error:
+            problem = f"sample {index} cannot be read: {type(error).__name__}: {error}"
+            raise RuntimeError(problem) from error
+
+
+def as_it_is(batch: Any) -> Any:
+    """Return the batch. A function of the module, so that loader processes can be sent it."""
+    return batch
 
 
 def depend_on_the_trainer(worker: int) -> None:
@@ -266,24 +302,18 @@ def end_with_the_trainer() -> None:
     os._exit(1)
 
 
-def worker_context(on_gpu: bool) -> BaseContext:
+def worker_context(on_gpu: bool, start: str = "auto") -> BaseContext:
     """Return how loader processes are started.
 
     With a GPU they come from a server without CUDA: a fork of the training process would inherit
     the threads of CUDA and NCCL in an unknown state. The server imports torch once, not per worker.
     """
-    if not on_gpu:
-        return multiprocessing.get_context("fork")
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload([f"{__package__}.data"])
+    if start == "auto":
+        start = "forkserver" if on_gpu else "fork"
+    context = multiprocessing.get_context(start)
+    if start == "forkserver":
+        context.set_forkserver_preload([f"{__package__}.data"])
     return context
-
-
-def collate(items: list[tuple[Any, ...]]) -> MicroBatch:
-    """Stack items of a data set: `(input, target)` or `(input, target, weight)`."""
-    columns = torch.utils.data.default_collate(items)
-    weights = columns[2].to(torch.float32) if len(columns) == 3 else None
-    return MicroBatch(columns[0], columns[1], weights)
 
 
 def map_tensors(function: Callable[[torch.Tensor], torch.Tensor], value: Any) -> Any:

@@ -29,7 +29,7 @@ class TerminalHandler(logging.Handler):
 def set_up_logging(folder: Path, process: Process) -> None:
     """Send records to FOLDER/rank-N.log; those of rank 0, and all warnings, to the terminal too."""
     folder.mkdir(parents=True, exist_ok=True)  # machines may have no common disk
-    logger.setLevel(logging.INFO)
+    logger.setLevel(logging.DEBUG)  # the files have more than the terminal
     logger.propagate = False
     logger.handlers.clear()
     terminal = TerminalHandler(logging.INFO if process.is_main else logging.WARNING)

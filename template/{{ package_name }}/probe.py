@@ -18,7 +18,8 @@ import torch
 import torch.distributed as dist
 
 from .config import available_cores
-from .distributed import Process, gather_objects, process_group, run_and_exit
+from .distributed import Process, gather_objects, process_group
+from .failures import run_and_exit
 
 # Facts that are expected to be different on every rank.
 INDIVIDUAL = ("host", "rank", "local_rank", "device", "device_name", "free_shm_gib")

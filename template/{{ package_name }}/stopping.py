@@ -1,6 +1,7 @@
 """Stop on request: a signal, a file or the time; all ranks agree, the loop saves and leaves."""
 
 import math
+import os
 import signal
 import time
 from pathlib import Path
@@ -14,8 +15,11 @@ LATENCY_S = 1.0
 # A second Ctrl-C ends the process at once, if it does not come within this time of the first.
 ECHO_S = 1.0
 
-# Slurm, Kubernetes, a terminal and a closed connection, in this order.
-STOP_SIGNALS = ("SIGUSR1", "SIGTERM", "SIGINT", "SIGHUP")
+# Slurm (the first two), Kubernetes, a terminal and a closed connection, in this order.
+STOP_SIGNALS = ("SIGUSR1", "SIGUSR2", "SIGTERM", "SIGINT", "SIGHUP")
+
+# What is left of a long Slurm allocation when the run stops by itself, for the last checkpoint.
+SLURM_MARGIN_S = 120.0
 
 
 class StopRequest:
@@ -34,9 +38,12 @@ class StopRequest:
         """Start the clock.
 
         Args:
-            max_minutes: Time after which the run stops by itself; 0: never.
+            max_minutes: Time after which the run stops by itself; 0: at the end of the Slurm
+                allocation, if there is one.
         """
-        self.deadline = time.monotonic() + 60 * max_minutes if max_minutes else math.inf
+        left_s = 60 * max_minutes if max_minutes else slurm_time_left_s()
+        self.deadline = time.monotonic() + left_s
+        self.deadline_reason = "max_minutes" if max_minutes else "the end of the Slurm allocation"
         self.file: Path | None = None
         self.reason = ""
         self.since = 0.0
@@ -63,7 +70,7 @@ class StopRequest:
         step k and the others would wait for it in step k + 1.
         """
         if time.monotonic() > self.deadline:
-            self.reason = self.reason or "max_minutes"
+            self.reason = self.reason or self.deadline_reason
         if process.is_main and self.file is not None and self.file.exists():
             self.reason = self.reason or f"the file {self.file.name}"
         self.agreed = agree_on(bool(self.reason), process)
@@ -80,3 +87,17 @@ class StopRequest:
             step_s: Seconds per step, the same number on every rank.
         """
         self.every_steps = max(1, min(100, int(LATENCY_S / step_s)))
+
+
+def slurm_time_left_s() -> float:
+    """Return the seconds until this run should stop for Slurm's time limit; infinity without one.
+
+    Leaves a tenth of the time for the last checkpoint, two minutes at most.
+
+    Source: Slurm sets SLURM_JOB_END_TIME (seconds since 1970) in the environment of a batch job.
+    """
+    end = os.environ.get("SLURM_JOB_END_TIME", "")
+    if not end.isdecimal():
+        return math.inf
+    left_s = float(end) - time.time()
+    return left_s - min(SLURM_MARGIN_S, left_s / 10)

@@ -24,7 +24,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, Dataset
 
-from .checkpoint import TrainState, load_checkpoint, save_checkpoint
+from .checkpoint import CheckpointWriter, TrainState, load_checkpoint
 from .config import Config, load_config
 from .data import build_datasets
 from .distributed import (
@@ -33,10 +33,19 @@ from .distributed import (
     gather_objects,
     main_process_first,
     process_group,
-    run_and_exit,
 )
 from .errors import UserError
-from .loading import TrainOrder, Window, len_of, map_tensors, train_windows, validation_batches
+from .failures import run_and_exit
+from .ledger import ledger
+from .loading import (
+    MicroBatch,
+    TrainOrder,
+    Window,
+    len_of,
+    map_tensors,
+    train_windows,
+    validation_batches,
+)
 from .log import RunLog, logger, set_up_logging
 from .metrics import EvaluationSums, Stopwatch, TrainMeter
 from .model import build_model, compute_losses, compute_scores
@@ -45,6 +54,14 @@ from .probe import differences, gather_environment
 from .run_folder import RunFolder, open_run_folder, write_atomically, write_config
 from .seeding import mix, seed_all, set_deterministic
 from .stopping import StopRequest
+from .wrapping import (
+    compare_ranks,
+    prepare_model,
+    refuse_changed_parameters,
+    refuse_unused_parameters,
+    trainable_names,
+    wrap_model,
+)
 
 
 class StepResult(NamedTuple):
@@ -69,6 +86,8 @@ class Training:
 
     Attributes:
         ddp_model: `state.model` wrapped in DDP. Train through it; evaluate and save the bare one.
+        trainable: Names of the parameters that DDP knows.
+        writer: Writes checkpoints.
         validation: This rank's share of the validation set.
         n_validation: Samples of the whole validation set.
         gradients_checked: Whether it is known that every parameter gets a gradient.
@@ -82,6 +101,8 @@ class Training:
     stop: StopRequest
     state: TrainState
     ddp_model: DistributedDataParallel
+    trainable: set[str]
+    writer: CheckpointWriter
     train_set: Dataset[Any]
     order: TrainOrder
     validation: DataLoader[Any]
@@ -130,7 +151,9 @@ def set_up(config: Config, process: Process) -> Training:
         log=RunLog(run.path, process, config.tracker, config.to_dict()),
         stop=stop,
         state=state,
-        ddp_model=wrap_model(state.model, process.device),
+        ddp_model=wrap_model(state.model, config, process.device),
+        trainable=trainable_names(state.model),
+        writer=CheckpointWriter(run.checkpoints, config.keep_checkpoints, config.async_save),
         train_set=train_set,
         order=order,
         validation=validation_batches(validation_set, config, process),
@@ -163,35 +186,6 @@ def build_state(config: Config, process: Process, order: TrainOrder) -> TrainSta
     )
 
 
-def prepare_model(model: nn.Module, config: Config, device: torch.device) -> nn.Module:
-    """Move the model to its device and switch BatchNorm to its synchronised form if wanted.
-
-    Before the optimizer and before DDP: both hold on to the parameters that they are given.
-    """
-    if config.precision == "bf16" and device.type == "cuda" and not torch.cuda.is_bf16_supported():
-        raise UserError(
-            f"precision is bf16, but {torch.cuda.get_device_name(device)} cannot compute in it.",
-            "bf16 needs an Ampere GPU or newer.",
-            "--precision fp16",
-        )
-    model = model.to(device)
-    if config.sync_batchnorm and device.type == "cuda":
-        model = nn.SyncBatchNorm.convert_sync_batchnorm(model)
-    return model
-
-
-def wrap_model(model: nn.Module, device: torch.device) -> DistributedDataParallel:
-    """Let DDP average the model's gradients over all ranks. Collective.
-
-    The model must be complete: parameters that are frozen, thawed or added later are not seen.
-    """
-    return DistributedDataParallel(
-        model,
-        device_ids=[device.index] if device.type == "cuda" else None,
-        gradient_as_bucket_view=True,  # gradients live in the buffers that are sent: no copy
-    )
-
-
 def warm_up(training: Training) -> None:
     """Do one forward and backward pass whose result is thrown away. Collective.
 
@@ -220,6 +214,9 @@ def fit(training: Training) -> None:
         if stop.agreed:
             break  # saved in the middle of the epoch, which goes on next time
         metrics = evaluate(training)
+        if metrics is None:
+            save(training)  # the epoch is trained; next time it is evaluated
+            break
         is_best = metrics["loss"] < state.best_loss
         state.best_loss = min(state.best_loss, metrics["loss"])
         training.log.end_epoch(state.step, state.epoch, config.epochs, metrics)
@@ -236,22 +233,26 @@ def train_epoch(training: Training) -> None:
     """Train on the rest of the present epoch. Collective."""
     config, state, order = training.config, training.state, training.order
     process, log, stop = training.process, training.log, training.stop
+    refuse_changed_parameters(state.model, training.trainable)
     training.ddp_model.train()
     state.meter.clock.lap()
     done = state.position // order.global_batch_size
     log.start_epoch(state.epoch, config.epochs, done, order.steps_per_epoch)
     windows = train_windows(
-        training.train_set, order, state.epoch, state.position, process.device, config.num_workers
-    )
+        training.train_set, order, state.epoch, state.position, process.device,
+        config.num_workers, config.loader_start,
+    )  # fmt: skip
     for window in timed(windows, state.meter.clock):
         training.last = train_step(training, window)
         state.step += 1
         state.position += window.n_samples
         log.advance()
-        if state.step % config.log_every_steps == 0:
+        if is_multiple(state.step, config.log_every_steps):
             log_step(training, training.last)
+        if is_multiple(state.step, config.compare_ranks_every_steps):
+            compare_ranks(state.model, process, state.step)
         at_epoch_end = state.position == order.samples_per_epoch
-        due = config.checkpoint == "steps" and state.step % config.save_every_steps == 0
+        due = config.checkpoint == "steps" and is_multiple(state.step, config.save_every_steps)
         if stop.is_due(state.step) or at_epoch_end:
             stop.agree(process)
         # A step that ends the epoch is saved after the evaluation.
@@ -290,7 +291,8 @@ def train_step(training: Training, window: Window) -> StepResult:
             scaler.scale(loss_sum * (process.world_size / weight)).backward()
         loss_total += loss_sum.detach()
     if not training.gradients_checked:
-        refuse_unused_parameters(training.state.model)
+        if not (training.config.find_unused_parameters or training.config.static_graph):
+            refuse_unused_parameters(training.state.model)
         training.gradients_checked = True
     refuse_nonfinite(training)  # of the step before this one
     taken = apply_gradients(training, loss_total)
@@ -306,26 +308,6 @@ def not_per_sample(losses: torch.Tensor) -> UserError:
         "It must be [samples], one loss for each: the loop divides by the samples of all ranks.",
         'reduction="none" in the loss function; a mean over anything but the samples is fine',
     )
-
-
-def refuse_unused_parameters(model: nn.Module) -> None:
-    """Name the parameters that the loss does not depend on.
-
-    DDP itself notices at the second step, without names, and leaves other gradients unsynchronised
-    in the first one.
-
-    Raises:
-        UserError: There are some.
-    """
-    parameters = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
-    unused = [name for name, p in parameters if p.grad is None]
-    if unused:
-        raise UserError(
-            f"{len(unused)} of {len(parameters)} parameters got no gradient in the first step: "
-            f"{', '.join(unused[:5])}{', ...' if len(unused) > 5 else ''}.",
-            "DDP waits for the gradient of every parameter on every rank.",
-            "use them in the loss, remove them, or freeze them: requires_grad_(False) in model.py",
-        )
 
 
 def total_weight(window: Window, process: Process) -> float:
@@ -368,35 +350,53 @@ def apply_gradients(training: Training, loss_sum: torch.Tensor) -> StepResult:
 
 
 @torch.no_grad()
-def evaluate(training: Training) -> dict[str, float]:
+def evaluate(training: Training) -> dict[str, float] | None:
     """Return loss, scores and number of samples of the whole validation set. Collective.
 
     Through the bare model: DDP's forward pass communicates, and ranks may have different numbers of
-    batches here. Nothing is communicated inside the loop, and sums and counts are added up, so that
-    every sample counts once and the result does not depend on the number of processes.
+    batches here. Sums and counts are added up, and reduced once, so that every sample counts once
+    and the result does not depend on the number of processes.
+
+    Returns:
+        None if all ranks agreed to stop on the way.
     """
-    process, model = training.process, training.state.model
+    process, model, stop = training.process, training.state.model, training.stop
     for buffer in model.buffers():
         # BatchNorm's running statistics are each rank's own; evaluate, and save, one and the same.
         dist.broadcast(buffer, src=0)
     model.eval()
     sums = EvaluationSums(process.device)
-    for micro_batch in training.validation:
-        batch = micro_batch.to(process.device)
-        with autocast(training.config.precision, process.device):
-            outputs = float32(model(batch.inputs))
-        losses = compute_losses(outputs, batch.targets)
-        weights = torch.ones_like(losses) if batch.weights is None else batch.weights
-        sums.add("samples", float(len(losses)))
-        sums.add("weight", weights)
-        sums.add("loss", losses * weights)
-        for name, values in compute_scores(outputs, batch.targets).items():
-            sums.add(name, values * weights)
+    batches = iter(training.validation)
+    # As many rounds on every rank, though some have no batch left: they ask whether to stop.
+    for number in range(1, validation_rounds(training) + 1):
+        if (micro_batch := next(batches, None)) is not None:
+            add_to(sums, training, micro_batch.to(process.device))
+        if stop.is_due(number) and stop.agree(process):
+            return None
     totals = sums.reduce(process)
     samples, weight = totals.pop("samples"), totals.pop("weight")
     if samples != training.n_validation:
         raise RuntimeError(f"evaluated {samples:.0f} samples of {training.n_validation}")
     return {**{name: total / weight for name, total in totals.items()}, "samples": samples}
+
+
+def validation_rounds(training: Training) -> int:
+    """Return the number of validation batches of the rank that has most."""
+    per_round = training.config.micro_batch_size * training.process.world_size
+    return -(-training.n_validation // per_round)
+
+
+def add_to(sums: EvaluationSums, training: Training, batch: MicroBatch) -> None:
+    """Add losses and scores of one validation batch to this rank's sums."""
+    with autocast(training.config.precision, training.process.device):
+        outputs = float32(training.state.model(batch.inputs))
+    losses = compute_losses(outputs, batch.targets)
+    weights = torch.ones_like(losses) if batch.weights is None else batch.weights
+    sums.add("samples", float(len(losses)))
+    sums.add("weight", weights)
+    sums.add("loss", losses * weights)
+    for name, values in compute_scores(outputs, batch.targets).items():
+        sums.add(name, values * weights)
 
 
 def refuse_nonfinite(training: Training) -> None:
@@ -427,12 +427,9 @@ def refuse_nonfinite(training: Training) -> None:
 def save(training: Training, is_best: bool = False) -> None:
     """Save a checkpoint, if this run has any. Collective."""
     refuse_nonfinite(training)
-    config = training.config
-    if config.checkpoint != "none":
-        save_checkpoint(
-            training.run.checkpoints, training.state, training.process,
-            config.keep_checkpoints, is_best and config.save_best,
-        )  # fmt: skip
+    if training.config.checkpoint != "none":
+        is_best = is_best and training.config.save_best
+        training.writer.save(training.state, training.process, is_best)
 
 
 def log_step(training: Training, taken: StepResult) -> None:
@@ -442,6 +439,7 @@ def log_step(training: Training, taken: StepResult) -> None:
     metrics["learning_rate"] = taken.learning_rate
     metrics["grad_norm"] = taken.grad_norm.item()
     training.log.train(state.step, state.epoch, metrics)
+    refuse_changed_parameters(state.model, training.trainable)
     training.stop.pace(metrics["step_ms"] / 1000)
     refuse_nonfinite(training)
     if not isfinite(metrics["loss"]):  # in fp16, where a step now and then is skipped
@@ -456,6 +454,7 @@ def log_step(training: Training, taken: StepResult) -> None:
 def finish(training: Training) -> None:
     """Say how the run ended, in the run folder and on the terminal. Collective."""
     state, run, stop = training.state, training.run, training.stop
+    training.writer.finish(training.process)
     finished = state.epoch == training.config.epochs
     reasons = [reason for reason in gather_objects(stop.reason, training.process) if reason]
     training.log.close()
@@ -483,42 +482,15 @@ def announce(training: Training, warnings: list[str]) -> None:
     broadcast_from_main(write, process)
     if not process.is_main:
         return
-    for line in [*run.notes, *ledger(training, environment)]:
+    lines = ledger(config, training.order, environment, training.state.model, training.n_validation)
+    for line in [*run.notes, f"run            {run.path}", *lines]:
         logger.info(line)
     if config.sync_batchnorm and process.device.type != "cuda":
         warnings = [*warnings, "sync_batchnorm needs GPUs: plain BatchNorm is used"]
+    if config.comm_hook == "powersgd" and training.state.step:
+        warnings = [*warnings, "powersgd starts anew: not bit for bit what a straight run does"]
     for line in [*warnings, *differences(environment)]:
         logger.warning(f"warning: {line}")
-
-
-def ledger(training: Training, environment: list[dict[str, Any]]) -> list[str]:
-    """Return the header of a run: every number that is derived, with its derivation."""
-    config, order, first = training.config, training.order, environment[0]
-    hosts = len({facts["host"] for facts in environment})
-    total_steps = config.epochs * order.steps_per_epoch
-    learning_rate = scaled_learning_rate(config, order.global_batch_size)
-    n_parameters = sum(p.numel() for p in training.state.model.parameters())
-    reference = f" = {config.learning_rate:g} for {config.lr_reference_batch_size} samples"
-    scaling = "" if config.lr_scaling == "none" else f"{reference}, {config.lr_scaling} scaling"
-    saving = {
-        "none": "none",
-        "epoch": "after every epoch",
-        "steps": f"every {config.save_every_steps} steps",
-    }[config.checkpoint]
-    return [
-        f"run            {training.run.path}",
-        f"processes      {order.world_size} on {hosts} machine(s), {first['device_name']}, "
-        f"{first['backend']}, torch {first['torch']}, {first['threads']} thread(s) each",
-        f"model          {n_parameters:,} parameters, {config.precision}",
-        f"global batch   {order.global_batch_size} = {config.micro_batch_size} per forward pass x "
-        f"{config.accumulation_steps} forward passes x {order.world_size} processes",
-        f"data           {order.n_samples:,} training samples, {order.samples_per_epoch:,} used "
-        f"per epoch; {training.n_validation:,} for validation",
-        f"steps          {total_steps} = {order.steps_per_epoch} per epoch x {config.epochs}",
-        f"learning rate  {learning_rate:g}{scaling}, {config.warmup_steps} steps of warm-up, "
-        "then cosine",
-        f"checkpoints    {saving}",
-    ]
 
 
 def autocast(precision: str, device: torch.device) -> AbstractContextManager[Any]:
@@ -530,6 +502,11 @@ def autocast(precision: str, device: torch.device) -> AbstractContextManager[Any
 def float32(outputs: Any) -> Any:
     """Return the model's outputs in float32: losses need more digits than bf16 and fp16 have."""
     return map_tensors(lambda x: x.float() if x.is_floating_point() else x, outputs)
+
+
+def is_multiple(step: int, every: int) -> bool:
+    """Return whether something is due at this step; 0 means never."""
+    return every > 0 and step % every == 0
 
 
 def timed(windows: Iterator[Window], clock: Stopwatch) -> Iterator[Window]:

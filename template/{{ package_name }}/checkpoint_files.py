@@ -34,7 +34,12 @@ def write_files(folder: Path, saved: dict[str, Any], is_best: bool) -> Path:
     temporary = folder / f".{file.name}.tmp"
     with temporary.open("wb") as stream:
         digest = HashingWriter(stream)
-        torch.save(saved, cast(IO[bytes], digest))
+        try:
+            torch.save(saved, cast(IO[bytes], digest))
+        except RuntimeError:
+            if digest.failure is not None:
+                raise digest.failure from None
+            raise
         stream.flush()
         os.fsync(stream.fileno())
     description = {
@@ -60,19 +65,29 @@ def write_files(folder: Path, saved: dict[str, Any], is_best: bool) -> Path:
 
 
 class HashingWriter:
-    """A file that computes the SHA-256 of what is written to it."""
+    """A file that computes the SHA-256 of what is written to it.
+
+    Attributes:
+        sha256: The sum so far.
+        failure: Why the system refused to write; torch.save hides it behind an error of its own.
+    """
 
     def __init__(self, stream: BinaryIO) -> None:
         self.stream = stream
         self.sha256 = hashlib.sha256()
+        self.failure: OSError | None = None
 
     def write(self, data: Any) -> int:
         """Write `data` and add it to the sum."""
         self.sha256.update(data)
-        return self.stream.write(data)
+        try:
+            return self.stream.write(data)
+        except OSError as error:
+            self.failure = error
+            raise
 
     def flush(self) -> None:
-        """Pass on what is buffered."""
+        """Hand on what is buffered."""
         self.stream.flush()
 
 

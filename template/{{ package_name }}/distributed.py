@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 
 from .errors import UserError
-from .failures import watch_for_the_end
+from .failures import watch_over_the_job
 
 T = TypeVar("T")
 
@@ -80,7 +80,7 @@ def process_group(device: str = "auto", timeout_s: float = 600.0) -> Iterator[Pr
     alone: dict[str, Any] = {}
     if env:
         die_with_launcher()
-        watch_for_the_end()
+        watch_over_the_job()
     else:
         # A group of one needs no port.
         alone = {"store": dist.HashStore(), "rank": 0, "world_size": 1}

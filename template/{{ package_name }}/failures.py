@@ -5,8 +5,8 @@ in vain: they must not be taken for the cause, and say only who is missing. What
 other here goes through torchrun's own key-value store, because the process group is broken by then.
 """
 
-import json
 import os
+import re
 import signal
 import socket
 import sys
@@ -28,6 +28,10 @@ ROLL_CALL_S = 2.0
 
 # torchrun notices within this time that a process has ended, and ends the others.
 TORCHRUN_S = 5.0
+
+# What gloo's errors have in them; they are plain RuntimeErrors.
+GLOO_SAYS = ("gloo", "pair closure", "Connection closed by peer", "Connection reset by peer")
+GLOO_WAITED = ("Timed out", "Application timeout")
 
 # Set when torchrun, or anybody else, has asked this process to end.
 told_to_end = threading.Event()
@@ -64,7 +68,7 @@ def run_and_exit(main: Callable[[], None]) -> NoReturn:
         print(traceback.format_exc(), file=sys.stderr, end="")
         code = 1
     if code:
-        mark_failed([])
+        mark_failed()
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)
@@ -85,8 +89,9 @@ def summary(error: BaseException) -> str:
 
 def is_lost_connection(error: Exception) -> bool:
     """Return whether the error only says that another rank is gone or does not answer."""
-    gloo = isinstance(error, RuntimeError) and "gloo" in str(error)
-    return gloo or isinstance(error, dist.DistBackendError)
+    if isinstance(error, dist.DistBackendError):
+        return True
+    return isinstance(error, RuntimeError) and any(words in str(error) for words in GLOO_SAYS)
 
 
 def leave_the_blame(error: Exception) -> None:
@@ -100,18 +105,21 @@ def leave_the_blame(error: Exception) -> None:
     store = launcher_store()
     if store is None:
         return
-    store.set(f"alive/{my_rank()}", "")
-    is_first = store.add("roll call", 1) == 1
+    store.set(f"lost/{my_rank()}", "")
+    is_first = store.add("callers", 1) == 1
+    store.set("roll call", "")
     deadline = time.monotonic() + ROLL_CALL_S + (0 if is_first else TORCHRUN_S)
     while not store.check(["failed"]) and time.monotonic() < deadline:
         time.sleep(0.05)
-    timed_out = "Timed out" in str(error)
+    timed_out = any(words in str(error) for words in GLOO_WAITED)
     if not store.check(["failed"]):
-        silent = [r for r in range(world_size()) if not store.check([f"alive/{r}"])]
+        expected = "lost" if timed_out else "alive"
+        silent = [r for r in range(world_size()) if not store.check([f"{expected}/{r}"])]
         if not silent:
             return
-        print(f"error: {accusation(silent, timed_out, error)}", file=sys.stderr, flush=True)
-        mark_failed(silent)
+        print(f"error: {accusation(silent, timed_out, error)}", file=sys.stderr)
+        print(*(stack_of(rank, store) for rank in silent[:3]), sep="", file=sys.stderr, flush=True)
+        mark_failed()
     if not timed_out:
         told_to_end.wait(TORCHRUN_S)
     print(f"{whoami()} ended: another rank failed", file=sys.stderr, flush=True)
@@ -122,36 +130,45 @@ def accusation(silent: list[int], timed_out: bool, error: Exception) -> UserErro
     """Return what to say of ranks that cannot speak for themselves."""
     who = f"Rank {', '.join(map(str, silent[:8]))}{' and more' if len(silent) > 8 else ''}"
     if timed_out:
+        waited = re.search(r"Timed out waiting (\d+)ms", str(error))
+        after = f" within {int(waited[1]) / 1000:g} s" if waited else ""
         return UserError(
-            f"{who} did not answer within timeout_s ({str(error).splitlines()[0]}).",
+            f"{who} did not answer{after} (timeout_s).",
             "The others wait for it in a collective, and would wait for ever.",
-            "see below where it stood when it was ended; if it is only slow: a higher --timeout_s",
+            "look below where it stands; if it is only slow: a higher --timeout_s",
         )
     return UserError(
         f"{who} is gone without a word.",
-        "Something killed it from outside (often the system, when memory ran out), or it crashed "
-        "in native code.",
+        "It was killed from outside (often by the system, when memory ran out), crashed in native "
+        "code, or left early.",
         "see its exitcode below (-9: killed, -11: crashed), and dmesg on its machine",
     )
 
 
-def watch_for_the_end() -> None:
-    """Let this process end with the job when another rank has failed, whatever it is doing.
+def stack_of(rank: int, store: dist.Store) -> str:
+    """Return where a rank said that it stands; empty if it said nothing."""
+    if not store.check([f"alive/{rank}"]):
+        return ""
+    return f"rank {rank} stands here:\n{store.get(f'alive/{rank}').decode()}"
 
-    After a failure torchrun sends SIGTERM, as it does when the job is to stop. The program answers
-    at its next step: never, if it hangs, and then torchrun waits for half a minute.
-    """
+
+def watch_over_the_job() -> None:
+    """Start the two threads that answer for this process when another rank has failed."""
     reader, writer = socket.socketpair()
     writer.setblocking(False)
     signal.set_wakeup_fd(writer.fileno(), warn_on_full_buffer=False)
-    threading.Thread(target=watch, args=(reader, writer), daemon=True).start()
+    threading.Thread(target=end_with_the_job, args=(reader, writer), daemon=True).start()
+    threading.Thread(target=answer_the_roll_call, daemon=True).start()
 
 
-def watch(reader: socket.socket, writer: socket.socket) -> None:
-    """Read the numbers of the signals that arrive.
+def end_with_the_job(reader: socket.socket, writer: socket.socket) -> None:
+    """End this process when torchrun says so after a failure, whatever the program is doing.
+
+    torchrun sends SIGTERM then, as it does when the job is to stop. The program answers at its next
+    step: never, if it hangs, and then torchrun waits for half a minute.
 
     Args:
-        reader: Where they arrive.
+        reader: Where the numbers of the signals arrive.
         writer: The other end; held here so that it stays open.
     """
     while number := reader.recv(1):
@@ -160,24 +177,27 @@ def watch(reader: socket.socket, writer: socket.socket) -> None:
         told_to_end.set()
         store = launcher_store()
         if store is not None and store.check(["failed"]):
-            if my_rank() in json.loads(store.get("failed")):
-                frame = sys._current_frames()[threading.main_thread().ident or 0]
-                print(f"{whoami()} stood here:", file=sys.stderr)
-                print("".join(traceback.format_stack(frame)), file=sys.stderr, end="", flush=True)
-            else:
-                print(f"{whoami()} ended: another rank failed", file=sys.stderr, flush=True)
+            print(f"{whoami()} ended: another rank failed", file=sys.stderr, flush=True)
             os._exit(1)
 
 
-def mark_failed(silent: list[int]) -> None:
-    """Tell the other ranks that the job has failed.
+def answer_the_roll_call() -> None:
+    """Wait until a rank that has lost the others asks who is there; then say where this one is."""
+    store = launcher_store()
+    try:
+        if store is not None:
+            store.wait(["roll call"], timedelta(days=365))
+            frame = sys._current_frames()[threading.main_thread().ident or 0]
+            store.set(f"alive/{my_rank()}", "".join(traceback.format_stack(frame)[-5:]))
+    except RuntimeError:  # torchrun has gone, and its store with it: nobody can ask any more
+        return
 
-    Args:
-        silent: The ranks that are to blame and cannot speak for themselves.
-    """
+
+def mark_failed() -> None:
+    """Tell the other ranks that the job has failed, and that somebody has said why."""
     store = launcher_store()
     if store is not None:
-        store.set("failed", json.dumps(silent))
+        store.set("failed", "")
 
 
 def my_rank() -> int:

@@ -173,8 +173,9 @@ def lock(path: Path) -> bool:
     """Take the folder for this job until the process ends. False if another job has it."""
     file = (path / ".lock").open("w")
     try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
+        # Not flock: loader processes would inherit it, and outlive a killed run for a moment.
+        fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except (BlockingIOError, PermissionError):
         file.close()
         return False
     except OSError as error:  # some network disks cannot lock

@@ -56,10 +56,11 @@ from .seeding import mix, seed_all, set_deterministic
 from .stopping import StopRequest
 from .wrapping import (
     compare_ranks,
+    explained,
     prepare_model,
     refuse_changed_parameters,
     refuse_unused_parameters,
-    trainable_names,
+    trainable_parameters,
     wrap_model,
 )
 
@@ -86,11 +87,10 @@ class Training:
 
     Attributes:
         ddp_model: `state.model` wrapped in DDP. Train through it; evaluate and save the bare one.
-        trainable: Names of the parameters that DDP knows.
+        trainable: The parameters that DDP knows, by name.
         writer: Writes checkpoints.
         validation: This rank's share of the validation set.
         n_validation: Samples of the whole validation set.
-        gradients_checked: Whether it is known that every parameter gets a gradient.
         last: The last optimizer step.
     """
 
@@ -101,13 +101,12 @@ class Training:
     stop: StopRequest
     state: TrainState
     ddp_model: DistributedDataParallel
-    trainable: set[str]
+    trainable: dict[str, nn.Parameter]
     writer: CheckpointWriter
     train_set: Dataset[Any]
     order: TrainOrder
     validation: DataLoader[Any]
     n_validation: int
-    gradients_checked: bool = False
     last: StepResult | None = None
 
 
@@ -152,7 +151,7 @@ def set_up(config: Config, process: Process) -> Training:
         stop=stop,
         state=state,
         ddp_model=wrap_model(state.model, config, process.device),
-        trainable=trainable_names(state.model),
+        trainable=trainable_parameters(state.model),
         writer=CheckpointWriter(run.checkpoints, config.keep_checkpoints, config.async_save),
         train_set=train_set,
         order=order,
@@ -243,7 +242,8 @@ def train_epoch(training: Training) -> None:
         config.num_workers, config.loader_start,
     )  # fmt: skip
     for window in timed(windows, state.meter.clock):
-        training.last = train_step(training, window)
+        with explained(training.trainable, state.step):
+            training.last = train_step(training, window)
         state.step += 1
         state.position += window.n_samples
         log.advance()
@@ -290,10 +290,8 @@ def train_step(training: Training, window: Window) -> StepResult:
             # a last step with fewer samples.
             scaler.scale(loss_sum * (process.world_size / weight)).backward()
         loss_total += loss_sum.detach()
-    if not training.gradients_checked:
-        if not (training.config.find_unused_parameters or training.config.static_graph):
-            refuse_unused_parameters(training.state.model)
-        training.gradients_checked = True
+    if not (training.config.find_unused_parameters or training.config.static_graph):
+        refuse_unused_parameters(training.trainable, training.state.step + 1)
     refuse_nonfinite(training)  # of the step before this one
     taken = apply_gradients(training, loss_total)
     if not taken.skipped:
@@ -460,6 +458,8 @@ def finish(training: Training) -> None:
     training.log.close()
     if not training.process.is_main:
         return
+    if stop.file is not None:
+        stop.file.unlink(missing_ok=True)  # or it would stop the next start too
     details = {"step": state.step, "epoch": state.epoch, "reason": reasons[0] if reasons else None}
     run.write_status("finished" if finished else "stopped", **details)
     if finished:

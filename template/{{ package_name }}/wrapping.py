@@ -1,6 +1,8 @@
 """The model on its device and in DDP, and the checks that keep the copies of all ranks the same."""
 
-from collections.abc import Iterator
+import re
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from inspect import signature
 from typing import Any
 
@@ -77,33 +79,65 @@ def add_comm_hook(ddp_model: DistributedDataParallel, config: Config, device: to
         ddp_model.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
 
 
-def refuse_unused_parameters(model: nn.Module) -> None:
-    """Name the parameters that the loss does not depend on. Call after a backward pass.
+def trainable_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
+    """Return the parameters that are trained, by name, in the order that DDP counts them."""
+    return {name: p for name, p in model.named_parameters() if p.requires_grad}
 
-    DDP itself notices at the second step, without names, and leaves other gradients unsynchronised
-    in the first one.
+
+def refuse_unused_parameters(trainable: dict[str, nn.Parameter], step: int) -> None:
+    """Name the parameters that got no gradient. Call between backward pass and optimizer step.
+
+    DDP itself notices in the next step, without names, and has left other gradients unsynchronised
+    by then.
+
+    Args:
+        trainable: The parameters that DDP waits for.
+        step: The step that is being taken, for the message.
 
     Raises:
         UserError: There are some.
     """
-    parameters = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
-    unused = [name for name, p in parameters if p.grad is None]
+    unused = [name for name, parameter in trainable.items() if parameter.grad is None]
     if unused:
-        raise UserError(
-            f"{len(unused)} of {len(parameters)} parameters got no gradient in the first step: "
-            f"{listed(unused)}.",
-            "DDP waits for the gradient of every parameter on every rank.",
-            "use them in the loss, remove them, or freeze them: requires_grad_(False) in "
-            "model.py; if that depends on the data: --find_unused_parameters true",
-        )
+        raise no_gradient(unused, len(trainable), step)
 
 
-def trainable_names(model: nn.Module) -> set[str]:
-    """Return the names of the parameters that are trained."""
-    return {name for name, parameter in model.named_parameters() if parameter.requires_grad}
+def no_gradient(unused: list[str], n_parameters: int, step: int) -> UserError:
+    """Return the error of parameters on which the loss does not depend."""
+    return UserError(
+        f"{len(unused)} of {n_parameters} parameters got no gradient in step {step}: "
+        f"{listed(unused)}.",
+        "DDP waits for the gradient of every parameter on every rank.",
+        "use them in the loss, remove them, or freeze them in build_model in model.py; if it "
+        "depends on the data whether they are used: --find_unused_parameters true",
+    )
 
 
-def refuse_changed_parameters(model: nn.Module, wrapped: set[str]) -> None:
+@contextmanager
+def explained(trainable: dict[str, nn.Parameter], step: int) -> Iterator[None]:
+    """Name the parameters that DDP only counts, when it complains of the step before.
+
+    That a parameter was not used in the last forward pass of a step, but in an earlier one, only
+    DDP can see.
+
+    Args:
+        trainable: The parameters that DDP waits for.
+        step: Steps taken so far.
+
+    Raises:
+        UserError: DDP has not finished the reduction of the last step.
+    """
+    try:
+        yield
+    except RuntimeError as error:
+        numbers = re.search(r"did not receive grad for rank \d+: ([\d ]+)", str(error))
+        if numbers is None:
+            raise
+        names = [list(trainable)[int(number)] for number in numbers[1].split()]
+        raise no_gradient(names, len(trainable), step) from None
+
+
+def refuse_changed_parameters(model: nn.Module, wrapped: Iterable[str]) -> None:
     """Name the parameters that were frozen, thawed, added or removed since DDP was built.
 
     DDP would not send the gradients of new ones, so that the ranks train apart without a word; and
@@ -111,17 +145,17 @@ def refuse_changed_parameters(model: nn.Module, wrapped: set[str]) -> None:
 
     Args:
         model: The bare model.
-        wrapped: Its `trainable_names` when DDP was built.
+        wrapped: The names of its `trainable_parameters` when DDP was built.
 
     Raises:
         UserError: There are some.
     """
-    now = trainable_names(model)
-    if now == wrapped:
+    before, now = set(wrapped), set(trainable_parameters(model))
+    if now == before:
         return
     raise UserError(
         f"After DDP was built, the parameters that are trained have changed: "
-        f"new {listed(now - wrapped) or 'none'}; gone {listed(wrapped - now) or 'none'}.",
+        f"new {listed(now - before) or 'none'}; gone {listed(before - now) or 'none'}.",
         "DDP and the optimizer know only those that they were built with.",
         "freeze, thaw and add parameters in build_model in model.py",
     )

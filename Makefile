@@ -9,7 +9,7 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: demo test check snapshots clean
+.PHONY: demo test check bench gpu-check snapshots clean
 
 demo: $(READY)
 	$(BIN)/ddpgen demo demo
@@ -23,6 +23,14 @@ check: $(READY)
 	$(BIN)/black --check --quiet .
 	$(BIN)/mypy
 	$(BIN)/python -m pytest -n 2 -m "not slow"
+
+# Figures for the README; ratios and counts, because machines differ.
+bench: $(READY)
+	$(BIN)/python benchmarks/order.py
+
+# What only GPUs can show, in a table; without one it says what is left out.
+gpu-check: $(READY)
+	$(BIN)/python -m tests.gpu_check
 
 # After a wanted change of the template.
 snapshots: $(READY)

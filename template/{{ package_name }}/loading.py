@@ -11,7 +11,8 @@ import signal
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sized
 from dataclasses import dataclass
-from itertools import chain, tee
+from functools import cached_property
+from itertools import chain, islice, tee
 from multiprocessing.context import BaseContext
 from typing import Any, cast
 
@@ -24,6 +25,9 @@ from .errors import UserError
 from .permutation import Permutation
 from .seeding import generator
 from .stopping import STOP_SIGNALS
+
+# Samples of a rank whose place in the order is computed at once.
+BLOCK = 4096
 
 
 @dataclass
@@ -43,6 +47,8 @@ class MicroBatch:
 
     def to(self, device: torch.device) -> "MicroBatch":
         """Return a copy on `device`; the copy overlaps with computation if memory is pinned."""
+        if device.type == "cpu":
+            return self  # where it was read to
         return self.map(lambda tensor: tensor.to(device, non_blocking=True))
 
     def pin_memory(self) -> "MicroBatch":
@@ -96,12 +102,12 @@ class TrainOrder:
     drop_last: bool
     seed: int
 
-    @property
+    @cached_property
     def global_batch_size(self) -> int:
         """Samples of one optimizer step over all ranks."""
         return self.micro_batch_size * self.accumulation_steps * self.world_size
 
-    @property
+    @cached_property
     def samples_per_epoch(self) -> int:
         """Samples that an epoch trains on."""
         left_over = self.n_samples % self.global_batch_size if self.drop_last else 0
@@ -140,22 +146,29 @@ class TrainOrder:
             real; and the number of real samples of the whole step, over all ranks.
         """
         order = Permutation(self.n_samples, self.seed, "order", epoch)
-        while start < self.samples_per_epoch:
-            end = min(start + self.global_batch_size, self.samples_per_epoch)
-            mine = self.own_positions(start, end)
-            fill, *samples = order([start, *chain(*mine)]).tolist()
-            parts, real = [], [len(part) for part in mine]
-            for size in real:
-                parts.append(samples[:size] + [fill] * (self.micro_batch_size - size))
-                samples = samples[size:]
-            yield parts, real, end - start
-            start = end
+        steps = range(start, self.samples_per_epoch, self.global_batch_size)
+        # Many steps at once: one by one, computing the order costs as much as a small model.
+        per_block = max(1, BLOCK * self.world_size // self.global_batch_size)
+        for block in (steps[i : i + per_block] for i in range(0, len(steps), per_block)):
+            mine = [self.own_positions(first) for first in block]
+            # Before this rank's own samples the first one of the step, which fills up batches.
+            pairs = zip(block, mine, strict=True)
+            positions = [at for first, parts in pairs for at in chain([first], *parts)]
+            samples = iter(order(positions).tolist())
+            for first, parts in zip(block, mine, strict=True):
+                fill, real = next(samples), [len(part) for part in parts]
+                filled_up = [
+                    [*islice(samples, size), *[fill] * (self.micro_batch_size - size)]
+                    for size in real
+                ]
+                yield filled_up, real, min(self.global_batch_size, self.samples_per_epoch - first)
 
-    def own_positions(self, start: int, end: int) -> list[range]:
-        """Return this rank's positions of a step, for each forward pass.
+    def own_positions(self, start: int) -> list[range]:
+        """Return this rank's positions of the step that begins at `start`, for each forward pass.
 
         Every rank takes each world_size-th one, so that a last, short pass is shared evenly.
         """
+        end = min(start + self.global_batch_size, self.samples_per_epoch)
         per_pass = self.micro_batch_size * self.world_size
         return [
             range(first + self.rank, min(first + per_pass, end), self.world_size)

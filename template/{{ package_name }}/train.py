@@ -56,7 +56,7 @@ from .seeding import mix, seed_all, set_deterministic
 from .stopping import StopRequest
 from .wrapping import (
     compare_ranks,
-    explained,
+    name_what_ddp_counts,
     prepare_model,
     refuse_changed_parameters,
     refuse_unused_parameters,
@@ -242,8 +242,11 @@ def train_epoch(training: Training) -> None:
         config.num_workers, config.loader_start,
     )  # fmt: skip
     for window in timed(windows, state.meter.clock):
-        with explained(training.trainable, state.step):
+        try:
             training.last = train_step(training, window)
+        except RuntimeError as error:
+            name_what_ddp_counts(error, training.trainable, state.step)
+            raise
         state.step += 1
         state.position += window.n_samples
         log.advance()
@@ -329,7 +332,7 @@ def apply_gradients(training: Training, loss_sum: torch.Tensor) -> StepResult:
     scaler, optimizer = state.scaler, state.optimizer
     scaler.unscale_(optimizer)  # clipping scaled gradients would clip them to almost nothing
     # After the all-reduce the gradients, and so their norm, are the same on every rank.
-    norm = nn.utils.clip_grad_norm_(training.ddp_model.parameters(), max_norm)
+    norm = nn.utils.clip_grad_norm_(training.trainable.values(), max_norm)
     result = StepResult(loss_sum, norm, optimizer.param_groups[0]["lr"], skipped=False)
     if training.config.nonfinite == "skip" and not scaler.is_enabled() and not norm.isfinite():
         optimizer.zero_grad(set_to_none=True)
@@ -494,9 +497,11 @@ def announce(training: Training, warnings: list[str]) -> None:
 
 
 def autocast(precision: str, device: torch.device) -> AbstractContextManager[Any]:
-    """Return the context of a forward pass. In fp32 it changes nothing."""
+    """Return the context of a forward pass."""
+    if precision == "fp32":
+        return nullcontext()
     dtype = torch.float16 if precision == "fp16" else torch.bfloat16
-    return torch.autocast(device.type, dtype=dtype, enabled=precision != "fp32")
+    return torch.autocast(device.type, dtype=dtype)
 
 
 def float32(outputs: Any) -> Any:

@@ -2,7 +2,6 @@
 
 import re
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
 from inspect import signature
 from typing import Any
 
@@ -113,26 +112,24 @@ def no_gradient(unused: list[str], n_parameters: int, step: int) -> UserError:
     )
 
 
-@contextmanager
-def explained(trainable: dict[str, nn.Parameter], step: int) -> Iterator[None]:
-    """Name the parameters that DDP only counts, when it complains of the step before.
+def name_what_ddp_counts(
+    error: RuntimeError, trainable: dict[str, nn.Parameter], step: int
+) -> None:
+    """Name the parameters whose numbers DDP gives, if the error is its complaint.
 
     That a parameter was not used in the last forward pass of a step, but in an earlier one, only
     DDP can see.
 
     Args:
+        error: What was raised.
         trainable: The parameters that DDP waits for.
         step: Steps taken so far.
 
     Raises:
         UserError: DDP has not finished the reduction of the last step.
     """
-    try:
-        yield
-    except RuntimeError as error:
-        numbers = re.search(r"did not receive grad for rank \d+: ([\d ]+)", str(error))
-        if numbers is None:
-            raise
+    numbers = re.search(r"did not receive grad for rank \d+: ([\d ]+)", str(error))
+    if numbers is not None:
         names = [list(trainable)[int(number)] for number in numbers[1].split()]
         raise no_gradient(names, len(trainable), step) from None
 

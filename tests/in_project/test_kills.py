@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 import torch
-
 from PACKAGE import checkpoint_files
 from PACKAGE.checkpoint import CheckpointWriter
 from PACKAGE.config import Config

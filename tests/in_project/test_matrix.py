@@ -12,7 +12,6 @@ from typing import Any
 
 import pytest
 import torch
-
 from PACKAGE import checkpoint, checkpoint_files, train
 from PACKAGE.config import Config
 from PACKAGE.seeding import seed_all

@@ -19,8 +19,9 @@ def main() -> int:
         text = (ROOT / "tests/in_project/gpu_check.py").read_text()
         (project / "tests/gpu_check.py").write_text(text.replace("PACKAGE", package_of(project)))
         with subprocess.Popen(
-            [sys.executable, "-m", "tests.gpu_check"], cwd=project, env=environment(PYTHONWARNINGS="ignore:resource_tracker"),
-            stdout=subprocess.PIPE, text=True,
+            [sys.executable, "-m", "tests.gpu_check"], cwd=project, stdout=subprocess.PIPE,
+            # Killed processes leave semaphores, of which Python would warn.
+            env=environment(PYTHONWARNINGS="ignore:resource_tracker"), text=True,
         ) as process:  # fmt: skip
             assert process.stdout is not None
             shown = False

@@ -20,7 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.profiler import ProfilerActivity, profile
 from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
-N = 50  # a multiple of the log interval
+N = 25  # a multiple of the log interval
 LOG_EVERY = 25
 BATCH = 16
 

@@ -75,6 +75,14 @@ def status(run_folder: Path) -> dict[str, Any]:
     return dict(json.loads((run_folder / "status.json").read_text()))
 
 
+def is_running(pid: int) -> bool:
+    """Return whether a process exists and is not a zombie."""
+    try:
+        return ") Z " not in Path(f"/proc/{pid}/stat").read_text()
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+
+
 def files_of(project: Path) -> dict[str, bytes]:
     """Return all files of a project by their path in it."""
     return {

@@ -3,13 +3,22 @@
 from __future__ import annotations
 
 import re
+import subprocess
 import sys
 import time
 from pathlib import Path
 
 import pytest
 
-from tests.projects import TORCHRUN, make_project, package_of, run
+from tests.projects import (
+    TORCHRUN,
+    environment,
+    is_running,
+    make_project,
+    package_of,
+    run,
+    status,
+)
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
@@ -174,3 +183,49 @@ def test_a_failure_of_one_process_alone_is_as_clear(project: Path, tmp_path: Pat
     assert done.returncode == 2
     assert done.stderr.startswith("error: --resume nowhere: there is no such file or folder.")
     assert done.stderr.count("error:") == 1
+
+
+def test_no_process_outlives_a_killed_torchrun(project: Path, tmp_path: Path) -> None:
+    """They would train on, unseen, and keep their GPUs. They save at one step, and end."""
+    with subprocess.Popen(
+        [*TORCHRUN, "--nproc-per-node=2", "-m", f"{package_of(project)}.train",
+         "--config", "configs/debug.yaml", "--epochs", "1000", "--output_dir", str(tmp_path)],
+        cwd=project, env=environment(TMPDIR=str(tmp_path)), text=True,
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+    ) as torchrun:  # fmt: skip
+        assert torchrun.stdout is not None
+        for line in torchrun.stdout:
+            if line.startswith("step     10"):
+                break
+        workers = Path(f"/proc/{torchrun.pid}/task/{torchrun.pid}/children").read_text().split()
+        assert len(workers) == 2
+        torchrun.kill()
+        torchrun.communicate(timeout=60)
+    deadline = time.monotonic() + 30
+    while alive := [pid for pid in workers if is_running(int(pid))]:
+        assert time.monotonic() < deadline, f"still running: {alive}"
+        time.sleep(0.1)
+    assert status(tmp_path / "debug-001")["state"] == "stopped"
+    assert status(tmp_path / "debug-001")["reason"] == "SIGTERM"
+
+
+def test_two_jobs_on_one_machine_never_meet(project: Path, tmp_path: Path) -> None:
+    command = [*TORCHRUN, "--nproc-per-node=2", "-m", f"{package_of(project)}.train", "--config",
+               "configs/debug.yaml", "--epochs", "1", "--output_dir", str(tmp_path)]  # fmt: skip
+    scratch = [tmp_path / name for name in "ab"]
+    jobs = []
+    for folder in scratch:
+        folder.mkdir()
+        jobs.append(
+            subprocess.Popen(
+                command, cwd=project, env=environment(TMPDIR=str(folder)), text=True,
+                stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+            )
+        )  # fmt: skip
+    outputs = [job.communicate(timeout=120) for job in jobs]
+    assert [(job.returncode, err) for job, (_, err) in zip(jobs, outputs, strict=True)] == [
+        (0, "")
+    ] * 2
+    runs = sorted(path.name for path in tmp_path.glob("debug-*"))
+    assert runs == ["debug-001", "debug-002"]
+    assert all(status(tmp_path / run)["state"] == "finished" for run in runs)

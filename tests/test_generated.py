@@ -18,6 +18,7 @@ from tests.projects import (
     asked,
     environment,
     every_pair,
+    is_running,
     make_project,
     metrics,
     package_of,
@@ -339,14 +340,6 @@ def test_loader_processes_end_with_a_killed_trainer(digits: Path, kind: str) -> 
     deadline = time.monotonic() + 20
     while alive := [pid for pid in pids if is_running(pid)]:
         assert time.monotonic() < deadline, f"still running: {alive}"
-
-
-def is_running(pid: int) -> bool:
-    """Return whether a process exists and is not a zombie."""
-    try:
-        return ") Z " not in Path(f"/proc/{pid}/stat").read_text()
-    except (FileNotFoundError, ProcessLookupError):
-        return False
 
 
 def test_odd_paths_and_another_working_directory(tmp_path: Path) -> None:

@@ -16,8 +16,8 @@ from PACKAGE.checkpoint import CheckpointWriter
 from PACKAGE.config import Config
 
 from .ranks import RankFailed, run_ranks
-from .test_resume import metrics, same_weights
-from .tiny import settings, train_tiny
+from .test_resume import same_weights
+from .tiny import metrics, settings, train_tiny
 
 KILLS = 20
 SECOND_SAVE = 2

@@ -17,9 +17,9 @@ from PACKAGE.config import Config
 from PACKAGE.seeding import seed_all
 
 from .ranks import RankFailed, run_ranks
-from .test_resume import metrics, same_weights
+from .test_resume import same_weights
 from .test_training import difference
-from .tiny import TinyModel, settings, train_tiny
+from .tiny import TinyModel, metrics, settings, train_tiny
 
 CHOICES: dict[str, list[Any]] = {
     "kill": [

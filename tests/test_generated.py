@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -201,6 +202,24 @@ def test_any_number_of_processes_measures_the_same_weights_alike(
     assert len(set(accuracies)) == 1
     assert accuracies[0] > 0.9
     assert max(losses) - min(losses) < 1e-6
+
+
+@pytest.mark.skipif(not shutil.which("g++"), reason="torch.compile needs a C++ compiler here")
+def test_a_compiled_model_trains_and_its_checkpoint_fits_everywhere(
+    digits: Path, tmp_path: Path
+) -> None:
+    env = {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "inductor")}
+    command = [sys.executable, "-m", f"{package_of(digits)}.train", *DEBUG, "--epochs", "1"]
+    runs = [("plain", "false"), ("compiled", "true")]
+    names = []
+    for name, on in runs:
+        output = ("--output_dir", str(tmp_path / name))
+        done = run(digits, *command, "--compile", on, *output, timeout_s=400, **env)
+        assert (done.returncode, done.stderr) == (0, "")
+        names.append(list(last_weights(tmp_path / name / "debug-001")))
+    assert names[0] == names[1]
+    losses = [metrics(tmp_path / name / "debug-001", "validation")[0]["loss"] for name, _ in runs]
+    assert losses[0] == pytest.approx(losses[1], rel=1e-3)
 
 
 COUNT = """

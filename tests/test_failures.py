@@ -81,6 +81,9 @@ def compute_losses(outputs, targets):
     return losses
 
 def build_datasets(seed):
+    if kind == "preparing data" and rank == bad_rank:
+        note()
+        raise ValueError("no data here")
     training, validation = ordinary_datasets(seed)
     return (Broken(training) if "sample" in kind or "loader" in kind else training), validation
 
@@ -107,6 +110,7 @@ LOADERS = ("--num_workers", "1")
 # What fails -> the first line on stderr that is not torchrun's, and further arguments.
 FAILURES: dict[str, tuple[str, tuple[str, ...]]] = {
     "exception": (r"\[rank 1 on .*\] failed: ValueError: boom", ()),
+    "preparing data": (r"\[rank 1 on .*\] failed: ValueError: no data here", ()),
     "killed": (r"error: Rank 1 is gone without a word\.", ()),
     "leaves": (r"error: Rank 1 is gone without a word\.", ()),
     "hang": (rf"error: Rank 1 did not answer within {TIMEOUT_S} s \(timeout_s\)\.", ()),
@@ -149,7 +153,9 @@ def project(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-CASES = [(2, kind) for kind in FAILURES] + [(3, kind) for kind in ("exception", "killed", "hang")]
+CASES = [(2, kind) for kind in FAILURES] + [
+    (3, kind) for kind in ("preparing data", "killed", "hang")
+]
 
 
 @pytest.mark.parametrize(("processes", "kind"), CASES)
@@ -168,6 +174,9 @@ def test_the_job_ends_soon_and_names_the_rank(
     own = [line for line in done.stderr.splitlines() if not re.match(r"[WE]\d{4} ", line)]
     assert re.match(first_line, own[0]), done.stderr
     assert ended - failed < BOUND_S + (TIMEOUT_S if kind in ("hang", "busy") else 0)
+    if kind in ("exception", "preparing data"):
+        cause = done.stderr.split("Root Cause")[1]
+        assert "rank      : 1" in cause
     if kind in ("hang", "busy"):
         stack = done.stderr.split("rank 1 stands here:")[1]
         assert "fails.py" in stack

@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
-from .errors import UserError
+from .errors import AnotherRankFailed, UserError
 from .failures import watch_over_the_job
 
 T = TypeVar("T")
@@ -80,7 +80,7 @@ def process_group(device: str = "auto", timeout_s: float = 600.0) -> Iterator[Pr
     alone: dict[str, Any] = {}
     if env:
         die_with_launcher()
-        watch_over_the_job()
+        watch_over_the_job(timeout_s)
     else:
         # A group of one needs no port.
         alone = {"store": dist.HashStore(), "rank": 0, "world_size": 1}
@@ -199,7 +199,7 @@ def broadcast_from_main(produce: Callable[[], T], process: Process) -> T:
 
     Raises:
         UserError: The one that rank 0 raised.
-        RuntimeError: Any other error of rank 0, on the other ranks.
+        AnotherRankFailed: Any other error of rank 0, on the other ranks.
     """
     result: list[Any] = [None, None]
     failure: Exception | None = None
@@ -217,7 +217,7 @@ def broadcast_from_main(produce: Callable[[], T], process: Process) -> T:
     if isinstance(problem, tuple):
         raise UserError(*problem)
     if problem is not None:
-        raise RuntimeError(f"rank 0 failed: {problem}")
+        raise AnotherRankFailed(f"rank 0 failed: {problem}")
     return value  # type: ignore[no-any-return]
 
 
@@ -229,7 +229,7 @@ def main_process_first(process: Process) -> Iterator[None]:
     machines share their disks or not. If one fails, all do.
 
     Raises:
-        RuntimeError: Another process failed in its turn; that one shows the cause.
+        AnotherRankFailed: Another process failed in its turn; that one shows the cause.
     """
     turn = 0 if process.is_main else 1 if process.local_rank == 0 else 2
     for earlier in range(turn):
@@ -250,4 +250,4 @@ def raise_if_another_failed(failed: bool, turn: int) -> None:
     """Stop waiting in `main_process_first` when there is nothing to wait for."""
     if failed:
         who = ("rank 0", "the first process of a machine", "a process")[turn]
-        raise RuntimeError(f"{who} failed while the others waited for it; see its own error")
+        raise AnotherRankFailed(f"{who} failed while the others waited for it; see its own error")

@@ -1,4 +1,4 @@
-"""The error that is meant for the person at the keyboard."""
+"""The error that is meant for the person at the keyboard, and the one that is meant for nobody."""
 
 
 class UserError(Exception):
@@ -18,3 +18,7 @@ class UserError(Exception):
 
     def __str__(self) -> str:
         return f"{self.what}\n  why: {self.why}\n  fix: {self.fix}"
+
+
+class AnotherRankFailed(RuntimeError):
+    """Raised on the ranks that must end because another one has failed, which says why itself."""

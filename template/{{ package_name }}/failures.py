@@ -6,7 +6,6 @@ other here goes through torchrun's own key-value store, because the process grou
 """
 
 import os
-import re
 import signal
 import socket
 import sys
@@ -21,7 +20,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing.errors import record
 
-from .errors import UserError
+from .errors import AnotherRankFailed, UserError
 
 # A rank that is alive notices within this time that another one is gone.
 ROLL_CALL_S = 2.0
@@ -32,6 +31,9 @@ TORCHRUN_S = 5.0
 # What gloo's errors have in them; they are plain RuntimeErrors.
 GLOO_SAYS = ("gloo", "pair closure", "Connection closed by peer", "Connection reset by peer")
 GLOO_WAITED = ("Timed out", "Application timeout")
+
+# How long the ranks wait for each other.
+patience_s = 0.0
 
 # Set when torchrun, or anybody else, has asked this process to end.
 told_to_end = threading.Event()
@@ -54,7 +56,7 @@ def run_and_exit(main: Callable[[], None]) -> NoReturn:
             say_once(f"error: {error}")
             raise SystemExit(2) from None
         except Exception as error:
-            if is_lost_connection(error):
+            if isinstance(error, AnotherRankFailed) or is_lost_connection(error):
                 leave_the_blame(error)
             raise
 
@@ -117,7 +119,7 @@ def leave_the_blame(error: Exception) -> None:
         silent = [r for r in range(world_size()) if not store.check([f"{expected}/{r}"])]
         if not silent:
             return
-        print(f"error: {accusation(silent, timed_out, error)}", file=sys.stderr)
+        print(f"error: {accusation(silent, timed_out)}", file=sys.stderr)
         print(*(stack_of(rank, store) for rank in silent[:3]), sep="", file=sys.stderr, flush=True)
         mark_failed()
     if not timed_out:
@@ -126,14 +128,12 @@ def leave_the_blame(error: Exception) -> None:
     os._exit(1)
 
 
-def accusation(silent: list[int], timed_out: bool, error: Exception) -> UserError:
+def accusation(silent: list[int], timed_out: bool) -> UserError:
     """Return what to say of ranks that cannot speak for themselves."""
     who = f"Rank {', '.join(map(str, silent[:8]))}{' and more' if len(silent) > 8 else ''}"
     if timed_out:
-        waited = re.search(r"Timed out waiting (\d+)ms", str(error))
-        after = f" within {int(waited[1]) / 1000:g} s" if waited else ""
         return UserError(
-            f"{who} did not answer{after} (timeout_s).",
+            f"{who} did not answer within {patience_s:g} s (timeout_s).",
             "The others wait for it in a collective, and would wait for ever.",
             "look below where it stands; if it is only slow: a higher --timeout_s",
         )
@@ -152,8 +152,14 @@ def stack_of(rank: int, store: dist.Store) -> str:
     return f"rank {rank} stands here:\n{store.get(f'alive/{rank}').decode()}"
 
 
-def watch_over_the_job() -> None:
-    """Start the two threads that answer for this process when another rank has failed."""
+def watch_over_the_job(timeout_s: float) -> None:
+    """Start the two threads that answer for this process when another rank has failed.
+
+    Args:
+        timeout_s: Seconds that the ranks wait for each other; for the message.
+    """
+    global patience_s
+    patience_s = timeout_s
     reader, writer = socket.socketpair()
     writer.setblocking(False)
     signal.set_wakeup_fd(writer.fileno(), warn_on_full_buffer=False)

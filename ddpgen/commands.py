@@ -143,6 +143,42 @@ def _given(
     return in_file | in_settings | typed
 
 
+@program.command(
+    help=f"{COMMANDS['update']}\n\nPATH is the folder of the project, or one in it; the current "
+    "one if not given. The project must be in git, without open changes. New questions take their "
+    "defaults."
+)
+@click.argument("path", default=".")
+@click.option(
+    "--set", "settings", multiple=True, metavar="KEY=VALUE", help="An answer; repeatable."
+)
+@click.option("--dry-run", is_flag=True, help="Show what would change, write nothing.")
+def update(path: str, settings: Sequence[str], dry_run: bool) -> None:
+    """Carry out `ddpgen update`."""
+    from ddpgen import update as update_command
+
+    update_command.update(update_command.Request(path, settings, dry_run))
+
+
+@program.command(
+    "set",
+    help=f"{COMMANDS['set']}\n\nKEY=VALUE may be repeated. PATH is the folder of the project, or "
+    "one in it; the current one if not given. What will change is shown first.",
+)
+@click.argument("words", nargs=-1, required=True, metavar="KEY=VALUE... [PATH]")
+@click.option("--dry-run", is_flag=True, help="Show what would change, write nothing.")
+@click.option("--yes", is_flag=True, help="Do not ask for confirmation.")
+def set_answers(words: Sequence[str], dry_run: bool, yes: bool) -> None:
+    """Carry out `ddpgen set`."""
+    from ddpgen import update as update_command
+
+    path = words[-1] if "=" not in words[-1].split("/")[0] else "."
+    settings = words[:-1] if path == words[-1] else words
+    if not settings:
+        raise _wrong_usage("KEY=VALUE is missing.", "ddpgen set", None)
+    update_command.set_answers(update_command.Request(path, settings, dry_run, yes))
+
+
 @program.command(help=COMMANDS["options"])
 @click.option("--json", "as_json", is_flag=True, help="Write JSON.")
 def options(as_json: bool) -> None:
@@ -162,3 +198,11 @@ def demo(path: str) -> None:
     from ddpgen import demo as demo_command
 
     demo_command.demo(path)
+
+
+@program.command(help=COMMANDS["sync"])
+def sync() -> None:
+    """Carry out `ddpgen sync`."""
+    from ddpgen import store
+
+    click.echo(store.sync().tag)

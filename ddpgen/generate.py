@@ -10,13 +10,13 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
-from ddpgen import __version__, interrupts
+from ddpgen import __version__, git, interrupts
 from ddpgen.errors import UserError
 from ddpgen.questions import Answer, load_questions, template_root
+from ddpgen.store import SOURCE
 
 ANSWERS_FILE = ".copier-answers.yml"
-# Where updates find the template's history, on every machine: `~` is expanded when it is used.
-SOURCE = "~/.ddpgen/template.bundle"
+_NOT_WRITTEN = "The project could not be written."
 
 Answers = Mapping[str, Answer]
 
@@ -74,23 +74,98 @@ def interview(name: str, answers: Answers, offered: Answers) -> dict[str, Answer
         return read_project_answers(folder)
 
 
-def read_project_answers(folder: Path) -> dict[str, Answer]:
-    """Read the answers that a project was made from."""
-    import yaml
+def update(folder: Path, tag: str, answers: Answers) -> None:
+    """Let copier bring a project to a version of the template, where its answers file says it is.
 
-    recorded = yaml.safe_load((folder / ANSWERS_FILE).read_text(encoding="utf-8"))
-    return {key: value for key, value in recorded.items() if not key.startswith("_")}
+    Args:
+        folder: The project, in a git repository without changes.
+        tag: The version.
+        answers: Values by question name that replace the project's.
+
+    Raises:
+        UserError: If an answer is not possible, or the template is not found.
+    """
+    import copier
+
+    with _errors_of_copier(answers, "The project could not be updated."), _git_alone():
+        copier.run_update(
+            folder,
+            data=dict(answers),
+            vcs_ref=tag,
+            settings=copier.Settings(),
+            defaults=True,
+            overwrite=True,
+            quiet=True,
+            unsafe=False,
+        )
 
 
-def made_by_ddpgen(folder: Path) -> bool:
-    """Tell whether a folder is a project that ddpgen wrote."""
+def render_version(bundle: Path, tag: str, folder: Path, answers: Answers) -> None:
+    """Write the project of a version of the template, as it was before anybody changed it.
+
+    Args:
+        bundle: The template's history.
+        tag: The version.
+        folder: Does not exist yet.
+        answers: Values by question name.
+
+    Raises:
+        UserError: If an answer is not possible, or the version is not there.
+    """
+    import copier
+
+    with _errors_of_copier(answers), _git_alone():
+        copier.run_copy(
+            str(bundle),
+            folder,
+            data=dict(answers),
+            vcs_ref=tag,
+            settings=copier.Settings(),
+            defaults=True,
+            quiet=True,
+            unsafe=False,
+        )
+
+
+def read_record(folder: Path) -> dict[str, Answer]:
+    """Read a project's answers file, with copier's own notes in it.
+
+    Raises:
+        OSError: If it cannot be read.
+        ValueError: If it is no answers file.
+    """
     import yaml
 
     try:
         recorded = yaml.safe_load((folder / ANSWERS_FILE).read_text(encoding="utf-8"))
-    except (OSError, ValueError, yaml.YAMLError):
+    except yaml.YAMLError as error:
+        raise ValueError(" ".join(str(error).split())) from None
+    if not isinstance(recorded, dict) or not all(isinstance(key, str) for key in recorded):
+        raise ValueError("It holds no answers")
+    return recorded
+
+
+def read_project_answers(folder: Path) -> dict[str, Answer]:
+    """Read the answers that a project was made from."""
+    return without_notes(read_record(folder))
+
+
+def without_notes(record: Answers) -> dict[str, Answer]:
+    """Leave out copier's own notes."""
+    return {key: value for key, value in record.items() if not key.startswith("_")}
+
+
+def is_ours(record: Answers) -> bool:
+    """Tell whether an answers file is one of this template's; its source may be any URL."""
+    return {"_src_path", "_commit", "project_name", "package_name", "starter"} <= set(record)
+
+
+def made_by_ddpgen(folder: Path) -> bool:
+    """Tell whether a folder is a project that ddpgen wrote."""
+    try:
+        return is_ours(read_record(folder))
+    except (OSError, ValueError):
         return False
-    return isinstance(recorded, dict) and recorded.get("_src_path") == SOURCE
 
 
 def _copy(
@@ -102,24 +177,45 @@ def _copy(
     offered: Answers | None = None,
 ) -> None:
     import copier
+    from plumbum import local
+
+    # Without git on the path copier takes the template as a plain folder, also in a checkout,
+    # and is much faster. An empty path would not do: it means the current folder.
+    with (
+        _errors_of_copier(answers),
+        local.env(PATH=os.devnull),
+    ):
+        copier.run_copy(
+            str(template),
+            folder,
+            data=dict(answers),
+            user_defaults=dict(offered or {}),
+            # The user's own copier settings would replace the template's defaults.
+            settings=copier.Settings(),
+            defaults=defaults,
+            quiet=True,
+            unsafe=False,
+        )
+
+
+@contextmanager
+def _git_alone() -> Iterator[None]:
+    """Keep people's git settings from what copier does. It knows no other way than this."""
+    from plumbum import local
+
+    with local.env():
+        local.env.clear()
+        local.env.update(git.alone())
+        yield
+
+
+@contextmanager
+def _errors_of_copier(answers: Answers, what: str = _NOT_WRITTEN) -> Iterator[None]:
     from copier.errors import CopierError, InteractiveSessionError
-    from plumbum import ProcessExecutionError, local
+    from plumbum import ProcessExecutionError
 
     try:
-        # Without git on the path copier takes the template as a plain folder, also in a checkout,
-        # and is much faster. An empty path would not do: it means the current folder.
-        with local.env(PATH=os.devnull):
-            copier.run_copy(
-                str(template),
-                folder,
-                data=dict(answers),
-                user_defaults=dict(offered or {}),
-                # The user's own copier settings would replace the template's defaults.
-                settings=copier.Settings(),
-                defaults=defaults,
-                quiet=True,
-                unsafe=False,
-            )
+        yield
     except KeyboardInterrupt:
         raise KeyboardInterrupt from None
     except InteractiveSessionError:
@@ -129,10 +225,10 @@ def _copy(
             "Type: the command again, or add --defaults",
         ) from None
     except (CopierError, ValueError, TypeError, OSError, ProcessExecutionError) as error:
-        raise _translate(error, answers) from error
+        raise _translate(error, answers, what) from error
 
 
-def _translate(error: Exception, answers: Answers) -> UserError:
+def _translate(error: Exception, answers: Answers, what: str = _NOT_WRITTEN) -> UserError:
     text = " ".join(str(error).split())
     known = re.fullmatch(
         r"(?:Validation error for question|Invalid choice for) '(\w+)': (.*)", text
@@ -141,7 +237,7 @@ def _translate(error: Exception, answers: Answers) -> UserError:
     if known and question:
         return question.refusal(answers.get(question.name, "the default"), known[2])
     return UserError(
-        "The project could not be written.",
+        what,
         f"{text or type(error).__name__}",
         "Type: the command again with other answers, or another PATH",
     )
@@ -194,11 +290,16 @@ def _settle_files(folder: Path) -> None:
 
 def _record_source(path: Path) -> None:
     """Replace copier's note of a temporary folder by the place where updates find the template."""
+    record(path, _src_path=SOURCE, _commit=f"v{__version__}")
+
+
+def record(path: Path, **notes: str) -> None:
+    """Replace notes of copier's in an answers file."""
     import yaml
 
     text = path.read_text(encoding="utf-8")
     comments = "".join(line for line in text.splitlines(keepends=True) if line.startswith("#"))
-    recorded = yaml.safe_load(text) | {"_src_path": SOURCE, "_commit": f"v{__version__}"}
+    recorded = yaml.safe_load(text) | notes
     # As copier's own filter to_nice_yaml writes it, so that an update changes no other line.
     body = yaml.dump(recorded, indent=4, allow_unicode=True, default_flow_style=False)
     path.write_text(comments + body, encoding="utf-8", newline="\n")

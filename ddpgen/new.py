@@ -7,11 +7,11 @@ import shlex
 import subprocess
 import sys
 import textwrap
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from ddpgen import generate, interrupts, questions, target
+from ddpgen import __version__, generate, interrupts, questions, store, target
 from ddpgen.errors import UserError, show
 from ddpgen.questions import Answer
 from ddpgen.target import Target
@@ -61,6 +61,7 @@ def create(request: Request) -> Plan | None:
             if not _agreed(request, plan):
                 print("Nothing was written.", file=sys.stderr)
                 return None
+            _keep_history(staged)
             with interrupts.held():
                 target.commit(place, staged)
                 written = True
@@ -86,10 +87,10 @@ def _settle(request: Request, place: Target) -> Mapping[str, Answer]:
     # All that was given is checked before the first question is asked.
     applied = generate.resolve(place.name, request.given)
     if not on_terminal():
-        _refuse_idle(request.given, applied)
+        questions.refuse_idle(request.given, applied)
         _refuse_missing(request, applied)
         return request.given
-    _refuse_idle(request.given, applied, certain_only=True)
+    questions.refuse_idle(request.given, applied, certain_only=True)
     return _ask(request, place)
 
 
@@ -97,37 +98,10 @@ def _ask(request: Request, place: Target) -> Mapping[str, Answer]:
     print("Enter takes the value shown. Ctrl-C leaves, and nothing is written.\n", file=sys.stderr)
     gpus = visible_gpus()
     answers = generate.interview(place.name, request.given, {"gpus_per_node": gpus} if gpus else {})
-    for name in _idle(request.given, answers):
+    for name in questions.idle(request.given, answers):
         why = f"it is asked only when {questions.find(name).condition}"
         print(f"Left out {name} = {show(request.given[name])}: {why}.", file=sys.stderr)
     return answers
-
-
-def _idle(given: Iterable[str], applied: Mapping[str, Answer]) -> list[str]:
-    return [name for name in given if name not in applied]
-
-
-def _refuse_idle(
-    given: Mapping[str, Answer], applied: Mapping[str, Answer], *, certain_only: bool = False
-) -> None:
-    """Refuse answers to questions that do not apply.
-
-    Args:
-        given: What was given.
-        applied: All answers that apply.
-        certain_only: Refuse only where no answer that is still to come can change that.
-    """
-    for name in _idle(given, applied):
-        question = questions.find(name)
-        causes = [cause for cause in questions.named_in(question.condition) if cause in applied]
-        if certain_only and not (causes and all(cause in given for cause in causes)):
-            continue
-        here = " and ".join(f"{cause} = {show(applied[cause])}" for cause in causes)
-        raise UserError(
-            f"{name} = {show(given[name])} has no meaning here.",
-            f"It is asked only when {question.condition}{f'; here {here}' if here else ''}.",
-            f"Type: the command again without {name}",
-        )
 
 
 def _refuse_missing(request: Request, applied: Mapping[str, Answer]) -> None:
@@ -168,7 +142,7 @@ def _plan(request: Request, place: Target, staged: Path, answers: Mapping[str, A
 
     applied = generate.render(staged, answers)
     if request.defaults:
-        _refuse_idle(request.given, applied)
+        questions.refuse_idle(request.given, applied)
     config = yaml.safe_load((staged / "configs" / "train.yaml").read_text(encoding="utf-8"))
     return Plan(
         target=place,
@@ -215,6 +189,21 @@ def _agreed(request: Request, plan: Plan) -> bool:
         return click.confirm(text, default=not count, err=True)
     except click.Abort:
         raise KeyboardInterrupt from None
+
+
+def _keep_history(staged: Path) -> None:
+    """Put the template where updates will find it, under the version that the project names."""
+    try:
+        tag = store.sync().tag
+    except UserError as error:
+        # The project is good without; `ddpgen update` too.
+        print(
+            f"Note: plain `copier update` will need `ddpgen sync` first. {error.what} {error.why}",
+            file=sys.stderr,
+        )
+        return
+    if tag != f"v{__version__}":
+        generate.record(staged / generate.ANSWERS_FILE, _commit=tag)
 
 
 def ending(plan: Plan) -> list[str]:

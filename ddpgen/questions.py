@@ -128,6 +128,9 @@ class Question:
         )
 
 
+Questions = Mapping[str, Question]
+
+
 def template_root() -> Path:
     """Return the folder with copier.yml: inside an installed package, or the checkout's root."""
     here = Path(__file__).resolve().parent
@@ -136,25 +139,45 @@ def template_root() -> Path:
 
 
 @functools.lru_cache(maxsize=1)
-def load_questions() -> Mapping[str, Question]:
+def load_questions() -> Questions:
+    """Read the questions of this ddpgen.
+
+    Raises:
+        UserError: If copier.yml is not there, which means a broken installation.
+    """
+    return questions_in(load_config(template_root()))
+
+
+def load_config(root: Path) -> Mapping[str, Any]:
     """Read copier.yml.
 
     Raises:
         UserError: If the file is not there, which means a broken installation.
     """
-    import yaml
-
-    path = template_root() / "copier.yml"
+    path = root / "copier.yml"
     try:
-        # The loader in C, where PyYAML was built with it, takes a tenth of the time.
-        loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
-        content = yaml.load(path.read_text(encoding="utf-8"), Loader=loader)
+        return parse_config(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise UserError(
             f"The template of ddpgen is missing: {show(path)}.",
             f"The system says: {error.strerror}.",
             "Type: python -m pip install --force-reinstall ddpgen",
         ) from None
+
+
+def parse_config(text: str) -> Mapping[str, Any]:
+    """Read the text of a copier.yml."""
+    import yaml
+
+    # The loader in C, where PyYAML was built with it, takes a tenth of the time.
+    content: Mapping[str, Any] = yaml.load(
+        text, Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+    )
+    return content
+
+
+def questions_in(content: Mapping[str, Any]) -> Questions:
+    """Make the questions of a copier.yml."""
     return {
         name: _question(name, entry) for name, entry in content.items() if not name.startswith("_")
     }
@@ -184,27 +207,32 @@ def _choices(entry: Mapping[str, Any] | Iterable[Any]) -> Iterable[Choice]:
         yield Choice(value, str(label).removeprefix(f"{value}: "))
 
 
-def visible() -> list[Question]:
+def visible(known: Questions | None = None) -> list[Question]:
     """Return the questions that people answer, in their order."""
-    return [question for question in load_questions().values() if not question.hidden]
+    every = load_questions() if known is None else known
+    return [question for question in every.values() if not question.hidden]
 
 
-def named_in(expression: str) -> list[str]:
+def named_in(expression: str, known: Questions | None = None) -> list[str]:
     """Return the visible questions that a Jinja expression mentions."""
     words = set(re.findall(r"\w+", expression))
-    return [question.name for question in visible() if question.name in words]
+    return [question.name for question in visible(known) if question.name in words]
 
 
-def find(name: str) -> Question:
+def find(name: str, known: Questions | None = None) -> Question:
     """Return the question that people may answer under this name.
+
+    Args:
+        name: Its name.
+        known: The questions of another version of the template.
 
     Raises:
         UserError: If there is none; it names the nearest one, or all.
     """
-    question = load_questions().get(name)
+    question = (load_questions() if known is None else known).get(name)
     if question and not question.hidden:
         return question
-    names = [question.name for question in visible()]
+    names = [question.name for question in visible(known)]
     if question:
         raise UserError(
             f"{name} cannot be set.",
@@ -230,8 +258,12 @@ def _nearest(name: str, names: list[str]) -> str | None:
     return next(iter(wholes + [parts[part] for part in nearest_parts]), None)
 
 
-def parse_settings(settings: Iterable[str]) -> dict[str, Answer]:
+def parse_settings(settings: Iterable[str], known: Questions | None = None) -> dict[str, Answer]:
     """Read the KEY=VALUE texts of `--set`.
+
+    Args:
+        settings: The texts.
+        known: The questions of another version of the template.
 
     Raises:
         UserError: If one has no "=", an unknown key or an impossible value, or if two contradict.
@@ -243,9 +275,9 @@ def parse_settings(settings: Iterable[str]) -> dict[str, Answer]:
             raise UserError(
                 f"--set {show(setting)} is not possible.",
                 "It needs a key, an equals sign and a value.",
-                f"Type: --set {find(key).name}=VALUE",
+                f"Type: --set {find(key, known).name}=VALUE",
             )
-        value = find(key).parse(text)
+        value = find(key, known).parse(text)
         if answers.setdefault(key, value) != value:
             raise contradiction(key, answers[key], value)
     return answers
@@ -258,6 +290,43 @@ def contradiction(key: str, first: Answer, second: Answer) -> UserError:
         "Only one of them can hold.",
         f"Type: the command again with one value for {key}",
     )
+
+
+def idle(given: Iterable[str], applied: Mapping[str, Answer]) -> list[str]:
+    """Return which of the given answers belong to questions that do not apply."""
+    return [name for name in given if name not in applied]
+
+
+def refuse_idle(
+    given: Mapping[str, Answer],
+    applied: Mapping[str, Answer],
+    *,
+    certain_only: bool = False,
+    known: Questions | None = None,
+) -> None:
+    """Refuse answers to questions that do not apply.
+
+    Args:
+        given: What was given.
+        applied: All answers that apply.
+        certain_only: Refuse only where no answer that is still to come can change that.
+        known: The questions of another version of the template.
+
+    Raises:
+        UserError: If there is one.
+    """
+    for name in idle(given, applied):
+        question = find(name, known)
+        named = named_in(question.condition, known)
+        causes = [cause for cause in named if cause in applied]
+        if certain_only and not (causes and all(cause in given for cause in causes)):
+            continue
+        here = " and ".join(f"{cause} = {show(applied[cause])}" for cause in causes)
+        raise UserError(
+            f"{name} = {show(given[name])} has no meaning here.",
+            f"It is asked only when {question.condition}{f'; here {here}' if here else ''}.",
+            f"Type: the command again without {name}",
+        )
 
 
 def read_answers(path: str) -> dict[str, Answer]:

@@ -116,13 +116,14 @@ def _refuse_entries(target: Target) -> None:
     if not entries:
         return
     raise UserError(
-        f"{show(target.typed)} is not empty: it holds {_listed(entries)}.",
+        f"{show(target.typed)} is not empty: it holds {listed(entries)}.",
         "A new project would be mixed with them.",
         "Type: another PATH, or add --force to write beside them",
     )
 
 
-def _listed(names: Iterable[object]) -> str:
+def listed(names: Iterable[object]) -> str:
+    """Write names for a message: the first few, and how many more there are."""
     shown = [show(name) for name in names]
     more = len(shown) - MOST_LISTED
     return ", ".join(shown[:MOST_LISTED]) + (f" and {more} more" if more > 0 else "")
@@ -189,7 +190,11 @@ def _refuse_other_kind(target: Target, file: Path) -> None:
 
 
 def _same(there: Path, new: Path) -> bool:
-    return there.is_file() and there.read_bytes() == new.read_bytes()
+    return (
+        there.is_file()
+        and there.read_bytes() == new.read_bytes()
+        and (there.stat().st_mode & 0o100) == (new.stat().st_mode & 0o100)
+    )
 
 
 def refuse_clashes(target: Target, files: list[Path]) -> None:
@@ -207,8 +212,13 @@ def refuse_clashes(target: Target, files: list[Path]) -> None:
     )
 
 
-def commit(target: Target, staged: Path) -> None:
+def commit(target: Target, staged: Path, removed: Iterable[Path] = ()) -> None:
     """Move the staged project to its place, wholly or not at all. Call it inside `held()`.
+
+    Args:
+        target: The place.
+        staged: What `stage` gave.
+        removed: Files of an existing place to take away, relative to it.
 
     Raises:
         UserError: If the system refuses; everything is then as it was before.
@@ -219,6 +229,7 @@ def commit(target: Target, staged: Path) -> None:
     try:
         if target.exists:
             _merge(target.path, staged, backup, undo)
+            _remove(target.path, removed, backup, undo)
         else:
             _make_folders(target.path.parent, undo)
             os.rename(staged, target.path)
@@ -255,14 +266,30 @@ def _merge(place: Path, staged: Path, backup: Path, undo: list[Callable[[], obje
         if os.path.lexists(old):
             if _same(old, new):
                 continue
-            kept = backup / file
-            kept.parent.mkdir(parents=True, exist_ok=True)
-            os.replace(old, kept)
-            undo.append(partial(os.replace, kept, old))
+            _set_aside(old, backup / file, undo)
         else:
             _make_folders(old.parent, undo)
         os.replace(new, old)
         undo.append(partial(os.replace, old, new))
+
+
+def _remove(
+    place: Path, removed: Iterable[Path], backup: Path, undo: list[Callable[[], object]]
+) -> None:
+    for file in removed:
+        _set_aside(place / file, backup / file, undo)
+        folder = (place / file).parent
+        # git knows no empty folders.
+        while folder != place and not any(folder.iterdir()):
+            folder.rmdir()
+            undo.append(folder.mkdir)
+            folder = folder.parent
+
+
+def _set_aside(old: Path, kept: Path, undo: list[Callable[[], object]]) -> None:
+    kept.parent.mkdir(parents=True, exist_ok=True)
+    os.replace(old, kept)
+    undo.append(partial(os.replace, kept, old))
 
 
 def _take_back(undo: list[Callable[[], object]], backup: Path) -> None:

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 COMMANDS = {
     "new": "Write a project into a new folder, PATH.",
+    "update": "Bring a project to this ddpgen's template, with your edits kept.",
+    "set": "Change answers of a project.",
     "options": "Explain every question and its choices.",
     "demo": "Write a default project and train it.",
+    "sync": "Put the template where plain `copier update` finds it.",
 }
 
 

@@ -28,8 +28,11 @@ SURFACE = {
         "--package-name", "--precision", "--project-name", "--save-best", "--save-every-steps",
         "--starter", "--sync-batchnorm", "--tracker",
     ],
+    "update": ["PATH", "--dry-run", "--help", "--set"],
+    "set": ["KEY=VALUE... [PATH]", "--dry-run", "--help", "--yes"],
     "options": ["--help", "--json"],
     "demo": ["PATH", "--help"],
+    "sync": ["--help"],
 }  # fmt: skip
 
 
@@ -76,8 +79,11 @@ def test_help(ddpgen: Ddpgen, argv: list[str]) -> None:
         "Writes complete, plain PyTorch DistributedDataParallel projects.\n\n"
         "Commands:\n"
         "  new      Write a project into a new folder, PATH.\n"
+        "  update   Bring a project to this ddpgen's template, with your edits kept.\n"
+        "  set      Change answers of a project.\n"
         "  options  Explain every question and its choices.\n"
-        "  demo     Write a default project and train it.\n\n"
+        "  demo     Write a default project and train it.\n"
+        "  sync     Put the template where plain `copier update` finds it.\n\n"
         "ddpgen COMMAND --help shows what it takes; ddpgen --version, which ddpgen this is.\n",
         "",
     )

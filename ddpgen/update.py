@@ -1,0 +1,414 @@
+"""`ddpgen update` and `ddpgen set`: copier's update, worked out beside the project.
+
+A copy of the files that git keeps is updated in a temporary folder. What came of it is shown, and
+then moved into the project in one step: a failure or Ctrl-C before that changes nothing.
+"""
+
+from __future__ import annotations
+
+import os
+import shlex
+import sys
+import tempfile
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from ddpgen import generate, git, interrupts, new, project, questions, store, target
+from ddpgen.errors import UserError, show
+from ddpgen.generate import ANSWERS_FILE
+from ddpgen.project import Files, Project
+from ddpgen.questions import Answer, Question
+from ddpgen.store import Store
+
+# What cannot change any more once people work with the files that it made.
+_SETTLED = {
+    "package_name": "Your own files are in the folder of that name, and import from it.",
+    "starter": "It wrote model.py and data.py, which are yours since then.",
+}
+
+
+@dataclass(frozen=True)
+class Request:
+    """What was asked for on the command line."""
+
+    path: str = "."
+    settings: Iterable[str] = ()
+    dry_run: bool = False
+    yes: bool = True
+
+
+@dataclass(frozen=True)
+class Change:
+    """What an update does to a project.
+
+    Attributes:
+        project: As it is.
+        version: The template's version that it will have.
+        answers: What it will be made from.
+        before: Its files as they are.
+        written: Files that are new or different.
+        added: The topmost files and folders that are new.
+        removed: Files that the template no longer has.
+        lost: Those of them that somebody had edited.
+        conflicts: Files in which both versions of a place stand.
+        rejected: Files with parts of the old ones that fit nowhere.
+        unmerged: What git notes of the conflicts: mode, content, stage and file.
+        diff: All of it, as git shows it.
+    """
+
+    project: Project
+    version: str
+    answers: Mapping[str, Answer]
+    before: Files
+    written: Files
+    added: list[Path]
+    removed: list[Path]
+    lost: list[Path]
+    conflicts: list[Path]
+    rejected: list[Path]
+    unmerged: list[tuple[str, bytes, str, str]]
+    diff: str
+
+    @property
+    def empty(self) -> bool:
+        """Tell whether nothing changes."""
+        return not self.written and not self.removed
+
+
+def update(request: Request) -> None:
+    """Bring a project to this ddpgen's template, and say what was done.
+
+    Raises:
+        UserError: If it is not possible, and nothing was changed; or if conflicts are left.
+        KeyboardInterrupt: If a signal arrived; nothing was changed.
+    """
+    found = project.find(request.path, "ddpgen update PATH")
+    given = questions.parse_settings(request.settings)
+    _refuse_settled(found, given)
+    project.refuse_unfit(found)
+    with _scratch() as scratch:
+        history = _history(scratch)
+        _refuse_unknown_version(found, history)
+        change = _work_out(scratch, found, history, history.tag, given)
+    _carry_through(request, change)
+
+
+def set_answers(request: Request) -> None:
+    """Change answers of a project at the template's version that it has.
+
+    Raises:
+        UserError: If it is not possible, and nothing was changed; or if conflicts are left.
+        KeyboardInterrupt: If a signal arrived; nothing was changed.
+    """
+    found = project.find(request.path, "ddpgen set KEY=VALUE PATH")
+    with _scratch() as scratch:
+        history = _history(scratch)
+        _refuse_unknown_version(found, history)
+        known = _questions_of(history, found.version)
+        given = questions.parse_settings(request.settings, known)
+        _refuse_settled(found, given)
+        project.refuse_unfit(found)
+        change = _work_out(scratch, found, history, found.version, given, known)
+    _carry_through(request, change)
+
+
+@contextmanager
+def _scratch() -> Iterator[Path]:
+    """Give a temporary folder, in which all other temporary files are made too."""
+    with (
+        interrupts.held(),
+        tempfile.TemporaryDirectory(prefix="ddpgen-") as folder,
+        interrupts.let_through(),
+    ):
+        before = tempfile.tempdir
+        tempfile.tempdir = folder
+        try:
+            yield Path(folder)
+        finally:
+            tempfile.tempdir = before
+
+
+def _history(scratch: Path) -> Store:
+    """Return the store; one for this time only if there is no home to keep it in."""
+    try:
+        return store.sync()
+    except UserError as error:
+        print(f"Note: {error.what} {error.why} This update goes on without.", file=sys.stderr)
+        return store.sync(scratch / "store")
+
+
+def _refuse_settled(found: Project, given: Mapping[str, Answer]) -> None:
+    for name, why in _SETTLED.items():
+        if name in given and given[name] != found.answers.get(name):
+            raise UserError(
+                f"{name} = {show(given[name])} is not possible any more: it is "
+                f"{show(found.answers.get(name, 'not known'))}.",
+                why,
+                f"Type: ddpgen new ANOTHER_PATH --{name.replace('_', '-')} "
+                f"{shlex.quote(str(given[name]))}, for another project",
+            )
+
+
+def _refuse_unknown_version(found: Project, history: Store) -> None:
+    if store.version(found.version) > store.version(history.tag):
+        raise UserError(
+            f"{show(found.shown)} has the template {found.version}, which is newer than this "
+            f"ddpgen's: {history.tag}.",
+            "An older ddpgen cannot know it.",
+            "Type: python -m pip install --upgrade ddpgen",
+        )
+    if found.version not in history.tags:
+        raise UserError(
+            f"The template {found.version}, from which {show(found.shown)} was made, is not known "
+            "here.",
+            f"{show(history.bundle)} has {', '.join(sorted(history.tags, key=store.version))}.",
+            "Type: ddpgen sync, with the ddpgen that made the project; if that was an edited "
+            "checkout, on the machine where it is",
+        )
+
+
+def _questions_of(history: Store, version: str) -> Mapping[str, Question]:
+    if version == history.tag:
+        return questions.load_questions()
+    content = store.show_file(history, version, "copier.yml")
+    return questions.questions_in(questions.parse_config(content.decode()))
+
+
+def _work_out(
+    scratch: Path,
+    found: Project,
+    history: Store,
+    version: str,
+    given: Mapping[str, Answer],
+    known: Mapping[str, Question] | None = None,
+) -> Change:
+    """Update a copy of the project and compare it with the project."""
+    before = project.kept_files(found)
+    copy = scratch / "copy" / found.path.name
+    project.write(copy, before)
+    _commit(copy, "As it is")
+    start = git.run(copy, "rev-parse", "HEAD").decode().strip()
+    # copier takes the template from the place that the project names.
+    generate.record(copy / ANSWERS_FILE, _src_path=str(history.bundle))
+    _commit(copy, "With the template's place on this machine")
+    generate.update(copy, version, given)
+    generate.record(copy / ANSWERS_FILE, _src_path=found.source)
+    answers = generate.read_project_answers(copy)
+    questions.refuse_idle(given, answers, known=known)
+    unmerged = _unmerged(copy)
+    after = project.read(copy, _files(copy))
+    removed = sorted(set(before) - set(after))
+    written = {name: file for name, file in after.items() if before.get(name) != file}
+    git.run(copy, "add", "--force", "--all")
+    return Change(
+        project=found,
+        version=version,
+        answers=answers,
+        before=before,
+        written=written,
+        added=sorted({_topmost_new(found.path, name) for name in written if name not in before}),
+        removed=removed,
+        lost=_edited(scratch, found, history, {name: before[name] for name in removed}),
+        conflicts=sorted({Path(name) for *_, name in unmerged}),
+        rejected=sorted(name for name in written if name.suffix == ".rej" and name not in before),
+        unmerged=unmerged,
+        diff=git.run(copy, "diff", "--cached", start).decode(errors="replace"),
+    )
+
+
+def _commit(copy: Path, message: str) -> None:
+    if not (copy / ".git").exists():
+        git.run(copy, "init", "--quiet", "--template=")
+    git.run(copy, "add", "--force", "--all")
+    git.run(copy, "commit", "--quiet", "--allow-empty", "--message", message)
+
+
+def _files(copy: Path) -> list[Path]:
+    return [name for name in target.files_in(copy) if name.parts[0] != ".git"]
+
+
+def _unmerged(copy: Path) -> list[tuple[str, bytes, str, str]]:
+    """Read what copier noted for git in the files with conflicts."""
+    entries = []
+    for line in git.words(git.run(copy, "ls-files", "--unmerged", "-z")):
+        notes, _, name = line.partition("\t")
+        mode, hash_, stage = notes.split()
+        entries.append((mode, git.run(copy, "cat-file", "blob", hash_), stage, name))
+    return entries
+
+
+def _topmost_new(folder: Path, name: Path) -> Path:
+    """Return what has to be removed to take a new file back: it, or the new folder it is in."""
+    parts = [*reversed(name.parents[:-1]), name]
+    return next((part for part in parts if not os.path.lexists(folder / part)), name)
+
+
+def _edited(scratch: Path, found: Project, history: Store, removed: Files) -> list[Path]:
+    """Tell which of the removed files are not as the template had written them."""
+    if not removed:
+        return []
+    original = scratch / "original" / found.path.name
+    generate.render_version(history.bundle, found.version, original, found.answers)
+    there = project.read(original, removed)
+    return [name for name, file in removed.items() if there.get(name) != file]
+
+
+def _carry_through(request: Request, change: Change) -> None:
+    """Show a change, and make it."""
+    here = show(change.project.shown)
+    if change.empty:
+        print(f"{here} has the template {change.version} and these answers. Nothing to change.")
+        return
+    if request.dry_run:
+        print(change.diff, end="")
+        print("\n".join([*_summary(change), "", "Nothing was changed."]), file=sys.stderr)
+        return
+    if not request.yes:
+        print("\n".join([*_summary(change), ""]), file=sys.stderr)
+        if not _agreed():
+            print("Nothing was changed.", file=sys.stderr)
+            return
+    project.refuse_unfit(change.project)
+    _move_into_place(change)
+    print("\n".join([*_summary(change), *_ending(change)]))
+    _refuse_conflicts(change)
+
+
+def _agreed() -> bool:
+    if not new.on_terminal():
+        return True
+    import click
+
+    try:
+        return click.confirm("Change them?", default=True, err=True)
+    except click.Abort:
+        raise KeyboardInterrupt from None
+
+
+def _move_into_place(change: Change) -> None:
+    place = target.Target(change.project.shown, change.project.path, exists=True)
+    _refuse_ignored(change)
+    with target.stage(place) as staged:
+        project.write(staged, change.written)
+        for name in change.written:
+            _keep_mode(place.path / name, staged / name)
+        target.clashes(place, staged)
+        with interrupts.held():
+            target.commit(place, staged, change.removed)
+            _note_conflicts(change)
+
+
+def _refuse_ignored(change: Change) -> None:
+    """Refuse to replace files that git does not keep: nothing could bring them back."""
+    names = [
+        name
+        for name in change.written
+        if name not in change.before and os.path.lexists(change.project.path / name)
+    ]
+    if names:
+        raise UserError(
+            f"The template has files that are there already: {target.listed(names)}.",
+            "git ignores yours, so that they could not be brought back.",
+            "Type: the same again when they are moved away or added to git; nothing was changed",
+        )
+
+
+def _keep_mode(old: Path, new_file: Path) -> None:
+    """Keep who may read and write a file; whether it can be started comes from the template."""
+    if old.is_file():
+        mode = old.stat().st_mode & 0o666
+        may_start = (mode & 0o444) >> 2 if new_file.stat().st_mode & 0o100 else 0
+        new_file.chmod(mode | may_start)
+
+
+def _note_conflicts(change: Change) -> None:
+    """Let git know of the conflicts, so that it does not commit them by accident."""
+    if not change.unmerged:
+        return
+    folder = change.project.path
+    prefix = git.in_project(folder, "rev-parse", "--show-prefix").decode().strip("\n")
+    lines = [f"0 {'0' * 40}\t{prefix}{name}" for name in {name for *_, name in change.unmerged}]
+    for mode, content, stage, name in change.unmerged:
+        written = git.in_project(
+            folder, "hash-object", "-w", "--no-filters", "--stdin", given=content
+        )
+        lines.append(f"{mode} {written.decode().strip()} {stage}\t{prefix}{name}")
+    stream = "".join(f"{line}\0" for line in lines)
+    git.in_project(folder, "update-index", "-z", "--index-info", given=os.fsencode(stream))
+
+
+def _summary(change: Change) -> list[str]:
+    """List what changes: the files, then the answers."""
+    old = change.project.version
+    versions = f"{old} -> {change.version}" if old != change.version else old
+    lines = [f"{show(change.project.shown)}, template {versions}:"]
+    for name in sorted([*change.written, *change.removed]):
+        lines += [f"  {_kind(change, name):8}  {show(name)}"]
+    return lines + _answers(change)
+
+
+def _kind(change: Change, name: Path) -> str:
+    if name in change.conflicts:
+        return "conflict"
+    if name in change.removed:
+        return "removed"
+    return "changed" if name in change.before else "new"
+
+
+def _answers(change: Change) -> list[str]:
+    before, after = change.project.answers, change.answers
+    lines = []
+    for name in [*after, *(name for name in before if name not in after)]:
+        if name not in before:
+            lines += [f"  answer    {name} = {show(after[name])} (new)"]
+        elif name not in after:
+            lines += [f"  answer    {name} = {show(before[name])} (not asked any more)"]
+        elif before[name] != after[name]:
+            lines += [f"  answer    {name} = {show(after[name])} (was {show(before[name])})"]
+    return lines
+
+
+def _ending(change: Change) -> list[str]:
+    """Write what to do next, and how to take all of it back."""
+    lines = []
+    if change.lost:
+        lines += ["", "You had edited files that the template no longer has. To keep one of them:"]
+        for name in change.lost:
+            lines += [f"  {project.in_folder(change.project, 'checkout', 'HEAD', '--', str(name))}"]
+    return [
+        *lines,
+        "",
+        "To see it, and to take all of it back:",
+        f"  {project.in_folder(change.project, 'diff')}",
+        f"  {undo(change)}",
+    ]
+
+
+def undo(change: Change) -> str:
+    """Write the command that restores the project as it was."""
+    steps = [project.in_folder(change.project, "checkout", "-q", "HEAD", "--", ".")]
+    if change.added:
+        names = map(str, change.added)
+        steps += [project.in_folder(change.project, "clean", "-fdqx", "--", *names)]
+    return " && ".join(steps)
+
+
+def _refuse_conflicts(change: Change) -> None:
+    """Say which files need a hand.
+
+    Raises:
+        UserError: If there are any.
+    """
+    left = [*change.conflicts, *change.rejected]
+    if not left:
+        return
+    names = ", ".join(show(name) for name in left)
+    place = project.in_folder(change.project, "add", *map(str, left))
+    raise UserError(
+        f"{'A conflict is' if len(left) == 1 else 'Conflicts are'} left in {names}.",
+        "You and the template changed the same lines. Both stand there, between <<<<<<< and >>>>>>>"
+        + ("; what fits nowhere is in the .rej files." if change.rejected else "."),
+        f"Type: {place}, after choosing; or the last command above, to take all of it back",
+    )

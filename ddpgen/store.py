@@ -203,6 +203,7 @@ def _refs(bundle: Path) -> dict[str, str]:
 
 
 def _renewed(folder: Path, stamp: str, frozen: Mapping[str, bytes], present: bytes) -> Store:
+    git.program()
     folder.mkdir(exist_ok=True)
     with _locked(folder):
         # Another process may have done it while this one waited.

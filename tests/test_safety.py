@@ -24,7 +24,7 @@ from typing import Any
 import pytest
 import yaml
 
-from ddpgen import generate, interrupts, new, target
+from ddpgen import generate, interrupts, new, store, target
 from ddpgen.cli import main
 from ddpgen.questions import Answer
 
@@ -56,7 +56,8 @@ def write(folder: Path, files: Mapping[str, str | bytes]) -> None:
 
 @pytest.fixture
 def small(monkeypatch: pytest.MonkeyPatch) -> dict[str, bytes]:
-    """Render three files instead of the template; return them."""
+    """Render three files instead of the template; return them. The store is up to date."""
+    store.sync()
 
     def render(folder: Path, answers: Mapping[str, Answer]) -> dict[str, Answer]:
         write(folder, FILES)

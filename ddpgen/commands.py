@@ -112,6 +112,9 @@ def program() -> None:
     "--set", "settings", multiple=True, metavar="KEY=VALUE", help="An answer; repeatable."
 )
 @click.option("--answers", metavar="FILE", help="A YAML file of answers.")
+@click.option(
+    "--template-url", metavar="URL", help="Where `copier update` finds the template; for teams."
+)
 @click.option("--dry-run", is_flag=True, help="Show ledger and files, write nothing.")
 @click.option("--yes", is_flag=True, help="Do not ask for confirmation.")
 @click.option("--force", is_flag=True, help="Allow a PATH that is not empty.")
@@ -119,7 +122,8 @@ def new(path: str, settings: Sequence[str], answers: str | None, **others: Any) 
     """Carry out `ddpgen new`."""
     from ddpgen import new as new_command
 
-    switches = {name: others.pop(name) for name in ("defaults", "dry_run", "yes", "force")}
+    names = ("template_url", "defaults", "dry_run", "yes", "force")
+    switches = {name: others.pop(name) for name in names}
     given = _given(others, settings, answers)
     plan = new_command.create(new_command.Request(path, given, **switches))
     if plan:

@@ -24,6 +24,7 @@ class Request:
 
     path: str
     given: Mapping[str, Answer] = field(default_factory=dict)
+    template_url: str | None = None
     defaults: bool = False
     dry_run: bool = False
     yes: bool = False
@@ -48,6 +49,8 @@ def create(request: Request) -> Plan | None:
         UserError: If it is not possible; nothing is left behind.
         KeyboardInterrupt: If a signal arrived; nothing is left behind.
     """
+    if request.template_url is not None:
+        store.check_url(request.template_url)
     place = target.check(request.path, force=request.force)
     written = False
     try:
@@ -61,7 +64,7 @@ def create(request: Request) -> Plan | None:
             if not _agreed(request, plan):
                 print("Nothing was written.", file=sys.stderr)
                 return None
-            _keep_history(staged)
+            _record_template(request, staged)
             with interrupts.held():
                 target.commit(place, staged)
                 written = True
@@ -191,8 +194,11 @@ def _agreed(request: Request, plan: Plan) -> bool:
         raise KeyboardInterrupt from None
 
 
-def _keep_history(staged: Path) -> None:
-    """Put the template where updates will find it, under the version that the project names."""
+def _record_template(request: Request, staged: Path) -> None:
+    """Put the template where updates will find it, and let the project name that."""
+    notes = {}
+    if request.template_url:
+        notes["_src_path"] = request.template_url
     try:
         tag = store.sync().tag
     except UserError as error:
@@ -201,9 +207,12 @@ def _keep_history(staged: Path) -> None:
             f"Note: plain `copier update` will need `ddpgen sync` first. {error.what} {error.why}",
             file=sys.stderr,
         )
-        return
-    if tag != f"v{__version__}":
-        generate.record(staged / generate.ANSWERS_FILE, _commit=tag)
+    else:
+        # An edited checkout has a version of its own.
+        if tag != f"v{__version__}":
+            notes["_commit"] = tag
+    if notes:
+        generate.record(staged / generate.ANSWERS_FILE, **notes)
 
 
 def ending(plan: Plan) -> list[str]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import shlex
 import stat
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -35,17 +36,27 @@ class Project:
 
     Attributes:
         path: Its folder, absolute.
-        shown: The same as a person would type it here.
+        typed: The same as a person would type it here.
         answers: What it was made from.
         source: Where plain copier finds the template.
         version: The template's version that it has.
     """
 
     path: Path
-    shown: str
+    typed: str
     answers: Mapping[str, Answer]
     source: str
     version: str
+
+    @property
+    def name(self) -> str:
+        """Return its name for messages."""
+        return show(self.path.name)
+
+    def git(self, *arguments: str) -> str:
+        """Write a git command that works from here, as pasted."""
+        place = [] if self.typed == "." else ["-C", self.typed]
+        return shlex.join(["git", *place, *arguments])
 
 
 def find(typed: str, command: str) -> Project:
@@ -74,11 +85,11 @@ def find(typed: str, command: str) -> Project:
             f"or git checkout HEAD -- {ANSWERS_FILE}, if it was deleted",
         )
     record = _record(folder, command)
-    shown = os.path.relpath(folder)
+    typed_now = os.path.relpath(folder)
     return Project(
         path=folder,
         # From far away the whole path is easier to read.
-        shown=str(folder) if shown.startswith("../..") else shown,
+        typed=str(folder) if typed_now.startswith("../..") else typed_now,
         answers=generate.without_notes(record),
         source=str(record["_src_path"]),
         version=str(record["_commit"]),
@@ -126,7 +137,26 @@ def refuse_unfit(project: Project) -> None:
     Raises:
         UserError: If it is so.
     """
-    here = show(project.shown)
+    _refuse_outside_git(project)
+    _refuse_changes(project)
+    if not git.in_project(project.path, "ls-files", "--", ANSWERS_FILE):
+        raise UserError(
+            f"git does not keep {ANSWERS_FILE} of {project.name}.",
+            "What git does not keep, it cannot merge or bring back.",
+            f"Type: {project.git('add', '--force', '.')} && "
+            f"{project.git('commit', '-m', 'Keep the project')}",
+        )
+    package = str(project.answers["package_name"])
+    if not (project.path / package).is_dir():
+        raise UserError(
+            f"{project.name} has no folder {show(package)}.",
+            f"{ANSWERS_FILE} names it as the package. Updates would leave out all that is in it.",
+            f"Type: {project.git('log', '--stat', '--', ANSWERS_FILE)}, "
+            "and give the folder, or package_name in that file, its old name",
+        )
+
+
+def _refuse_outside_git(project: Project) -> None:
     try:
         inside = git.in_project(project.path, "rev-parse", "--is-inside-work-tree")
     except git.GitFailed as error:
@@ -135,40 +165,25 @@ def refuse_unfit(project: Project) -> None:
         inside = b""
     if inside.strip() != b"true":
         raise UserError(
-            f"{here} is not in a git repository.",
+            f"{project.name} is not in a git repository.",
             "An update is merged by git, and taken back by git.",
-            f"Type: {in_folder(project, 'init')} && {in_folder(project, 'add', '-A')} && "
-            f"{in_folder(project, 'commit', '-m', 'Start')}",
+            f"Type: {project.git('init')} && {project.git('add', '-A')} && "
+            f"{project.git('commit', '-m', 'Start')}",
         )
-    changes = git.words(
-        git.in_project(
-            project.path, "status", "--porcelain=v1", "-z", "--untracked-files=normal",
-            "--no-renames", "--", ".",
-        )
-    )  # fmt: skip
+
+
+def _refuse_changes(project: Project) -> None:
+    # Untracked files count, whatever the person's settings say.
+    how = ("--porcelain=v1", "-z", "--no-renames", "--untracked-files=normal")
+    changes = git.words(git.in_project(project.path, "status", *how, "--", "."))
     if changes:
-        names = listed(change[3:] for change in changes)
         raise UserError(
-            f"{here} has changes that are not committed: {names}.",
+            f"{project.name} has changes that are not committed: "
+            f"{listed(change[3:] for change in changes)}.",
             "They could not be told from those of the update.",
-            f"Type: {in_folder(project, 'add', '-A')} && "
-            f"{in_folder(project, 'commit', '-m', 'Before the update')}, or git stash -u",
+            f"Type: {project.git('add', '-A')} && {project.git('commit', '-m', 'Before')}, "
+            f"or {project.git('stash', '-u')}",
         )
-    if not git.in_project(project.path, "ls-files", "--", ANSWERS_FILE):
-        raise UserError(
-            f"{here} is not under version control: git does not keep its {ANSWERS_FILE}.",
-            "What git does not keep, it cannot merge or bring back.",
-            f"Type: {in_folder(project, 'add', '--force', ANSWERS_FILE)} && "
-            f"{in_folder(project, 'commit', '-m', 'Keep the answers')}",
-        )
-
-
-def in_folder(project: Project, *arguments: str) -> str:
-    """Write a git command that works from here."""
-    import shlex
-
-    place = [] if project.shown == "." else ["-C", project.shown]
-    return shlex.join(["git", *place, *arguments])
 
 
 def kept_files(project: Project) -> Files:

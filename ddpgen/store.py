@@ -30,6 +30,7 @@ NAME = "template.bundle"
 SOURCE = f"~/.ddpgen/{NAME}"
 HISTORY = Path(__file__).resolve().parent / "history"
 
+_URL = re.compile(r"((https?|ssh|git|file)://|git\+[a-z]+://|git@[\w.-]+:|g[hl]:)[!-~]+", re.ASCII)
 _BRANCH = "refs/heads/main"
 _TAGS = "refs/tags/"
 # A reference for each state of a ddpgen whose whole history is in the bundle.
@@ -67,11 +68,11 @@ def sync(folder: Path | None = None) -> Store:
     Raises:
         UserError: If the folder cannot be written, or there is no git.
     """
-    folder = folder or _home()
     frozen = history()
     present = commit(f"v{__version__}", len(frozen) + 1, template_files())
     digest = hashlib.sha256(b"".join([*frozen.values(), present])).hexdigest()
     stamp = f"{_STAMPS}{digest}"
+    folder = folder or _home()
     try:
         return _opened(folder, stamp) or _renewed(folder, stamp, frozen, present)
     except OSError as error:
@@ -86,7 +87,6 @@ def sync(folder: Path | None = None) -> Store:
 def _home() -> Path:
     named = os.environ.get("DDPGEN_HOME")
     if named:
-        Path(named).mkdir(parents=True, exist_ok=True)
         return Path(named).absolute()
     home = Path(os.path.expanduser("~"))
     # A home that does not exist is not made: root could make it anywhere.
@@ -98,6 +98,27 @@ def _home() -> Path:
             "works without",
         )
     return home / ".ddpgen"
+
+
+def check_url(url: str) -> None:
+    """Refuse a URL at which copier would not find a template later, or that holds a password.
+
+    Raises:
+        UserError: If it is one.
+    """
+    why = None
+    if not _URL.fullmatch(url):
+        why = "A path, for one, is not there on other machines."
+    elif not (url.endswith(".git") or url.startswith(("git+", "git@", "gh:", "gl:"))):
+        why = "copier takes only URLs with git+ before them or .git at their end for git's."
+    elif re.search(r"//[^/@]*:[^/@]*@", url):
+        why = "It holds a password, and would stand in a file that is committed."
+    if why:
+        raise UserError(
+            f"--template-url {show(url)} is not possible.",
+            why,
+            "Type: --template-url git+https://HOST/TEAM/REPOSITORY",
+        )
 
 
 def history() -> dict[str, bytes]:
@@ -204,7 +225,7 @@ def _refs(bundle: Path) -> dict[str, str]:
 
 def _renewed(folder: Path, stamp: str, frozen: Mapping[str, bytes], present: bytes) -> Store:
     git.program()
-    folder.mkdir(exist_ok=True)
+    folder.mkdir(parents=True, exist_ok=True)
     with _locked(folder):
         # Another process may have done it while this one waited.
         opened = _opened(folder, stamp)

@@ -10,7 +10,7 @@ import os
 import shlex
 import sys
 import tempfile
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -82,17 +82,16 @@ def update(request: Request) -> None:
 
     Raises:
         UserError: If it is not possible, and nothing was changed; or if conflicts are left.
-        KeyboardInterrupt: If a signal arrived; nothing was changed.
+        KeyboardInterrupt: If a signal arrived.
     """
     found = project.find(request.path, "ddpgen update PATH")
     given = questions.parse_settings(request.settings)
+
+    def work_out(scratch: Path, history: Store) -> Change:
+        return _work_out(scratch, found, history, history.tag, given)
+
     _refuse_settled(found, given)
-    project.refuse_unfit(found)
-    with _scratch() as scratch:
-        history = _history(scratch)
-        _refuse_unknown_version(found, history)
-        change = _work_out(scratch, found, history, history.tag, given)
-    _carry_through(request, change)
+    _carry_out(request, found, work_out)
 
 
 def set_answers(request: Request) -> None:
@@ -100,18 +99,41 @@ def set_answers(request: Request) -> None:
 
     Raises:
         UserError: If it is not possible, and nothing was changed; or if conflicts are left.
-        KeyboardInterrupt: If a signal arrived; nothing was changed.
+        KeyboardInterrupt: If a signal arrived.
     """
     found = project.find(request.path, "ddpgen set KEY=VALUE PATH")
-    with _scratch() as scratch:
-        history = _history(scratch)
-        _refuse_unknown_version(found, history)
+
+    def work_out(scratch: Path, history: Store) -> Change:
         known = _questions_of(history, found.version)
         given = questions.parse_settings(request.settings, known)
         _refuse_settled(found, given)
+        return _work_out(scratch, found, history, found.version, given, known)
+
+    _carry_out(request, found, work_out)
+
+
+def _carry_out(request: Request, found: Project, work_out: Callable[[Path, Store], Change]) -> None:
+    """Check, work out, show, ask, and move into place."""
+    done = False
+    try:
         project.refuse_unfit(found)
-        change = _work_out(scratch, found, history, found.version, given, known)
-    _carry_through(request, change)
+        with _scratch() as scratch:
+            history = _history(scratch)
+            _refuse_unknown_version(found, history)
+            change = work_out(scratch, history)
+        if not _wanted(request, change):
+            return
+        # Meanwhile somebody may have worked on.
+        project.refuse_unfit(found)
+        with interrupts.held():
+            _move_into_place(change)
+            done = True
+    except KeyboardInterrupt:
+        if not done:
+            print("Nothing was changed.", file=sys.stderr)
+        raise
+    print("\n".join([*_summary(change), *_ending(change)]))
+    _refuse_conflicts(change)
 
 
 @contextmanager
@@ -154,14 +176,14 @@ def _refuse_settled(found: Project, given: Mapping[str, Answer]) -> None:
 def _refuse_unknown_version(found: Project, history: Store) -> None:
     if store.version(found.version) > store.version(history.tag):
         raise UserError(
-            f"{show(found.shown)} has the template {found.version}, which is newer than this "
+            f"{found.name} has the template {found.version}, which is newer than this "
             f"ddpgen's: {history.tag}.",
             "An older ddpgen cannot know it.",
             "Type: python -m pip install --upgrade ddpgen",
         )
     if found.version not in history.tags:
         raise UserError(
-            f"The template {found.version}, from which {show(found.shown)} was made, is not known "
+            f"The template {found.version}, from which {found.name} was made, is not known "
             "here.",
             f"{show(history.bundle)} has {', '.join(sorted(history.tags, key=store.version))}.",
             "Type: ddpgen sync, with the ddpgen that made the project; if that was an edited "
@@ -255,28 +277,26 @@ def _edited(scratch: Path, found: Project, history: Store, removed: Files) -> li
     return [name for name, file in removed.items() if there.get(name) != file]
 
 
-def _carry_through(request: Request, change: Change) -> None:
-    """Show a change, and make it."""
-    here = show(change.project.shown)
+def _wanted(request: Request, change: Change) -> bool:
+    """Show a change, and tell whether it is to be made."""
     if change.empty:
-        print(f"{here} has the template {change.version} and these answers. Nothing to change.")
-        return
+        print(
+            f"{change.project.name} has the template {change.version} and these answers. "
+            "Nothing to change."
+        )
+        return False
     if request.dry_run:
         print(change.diff, end="")
-        print("\n".join([*_summary(change), "", "Nothing was changed."]), file=sys.stderr)
-        return
-    if not request.yes:
+    if request.dry_run or not request.yes:
         print("\n".join([*_summary(change), ""]), file=sys.stderr)
-        if not _agreed():
-            print("Nothing was changed.", file=sys.stderr)
-            return
-    project.refuse_unfit(change.project)
-    _move_into_place(change)
-    print("\n".join([*_summary(change), *_ending(change)]))
-    _refuse_conflicts(change)
+    if request.dry_run or not (request.yes or _agreed()):
+        print("Nothing was changed.", file=sys.stderr)
+        return False
+    return True
 
 
 def _agreed() -> bool:
+    """Ask for the last word on a terminal."""
     if not new.on_terminal():
         return True
     import click
@@ -288,16 +308,17 @@ def _agreed() -> bool:
 
 
 def _move_into_place(change: Change) -> None:
-    place = target.Target(change.project.shown, change.project.path, exists=True)
+    """Change the project in one step. Call it inside `held()`."""
+    place = target.Target(change.project.typed, change.project.path, exists=True)
     _refuse_ignored(change)
     with target.stage(place) as staged:
         project.write(staged, change.written)
         for name in change.written:
             _keep_mode(place.path / name, staged / name)
+        # Refuses what stands in the way: a link, or a folder.
         target.clashes(place, staged)
-        with interrupts.held():
-            target.commit(place, staged, change.removed)
-            _note_conflicts(change)
+        target.commit(place, staged, change.removed)
+        _note_conflicts(change)
 
 
 def _refuse_ignored(change: Change) -> None:
@@ -343,7 +364,7 @@ def _summary(change: Change) -> list[str]:
     """List what changes: the files, then the answers."""
     old = change.project.version
     versions = f"{old} -> {change.version}" if old != change.version else old
-    lines = [f"{show(change.project.shown)}, template {versions}:"]
+    lines = [f"{change.project.name}, template {versions}:"]
     for name in sorted([*change.written, *change.removed]):
         lines += [f"  {_kind(change, name):8}  {show(name)}"]
     return lines + _answers(change)
@@ -376,22 +397,22 @@ def _ending(change: Change) -> list[str]:
     if change.lost:
         lines += ["", "You had edited files that the template no longer has. To keep one of them:"]
         for name in change.lost:
-            lines += [f"  {project.in_folder(change.project, 'checkout', 'HEAD', '--', str(name))}"]
+            lines += [f"  {change.project.git('checkout', 'HEAD', '--', str(name))}"]
     return [
         *lines,
         "",
         "To see it, and to take all of it back:",
-        f"  {project.in_folder(change.project, 'diff')}",
+        f"  {change.project.git('diff')}",
         f"  {undo(change)}",
     ]
 
 
 def undo(change: Change) -> str:
     """Write the command that restores the project as it was."""
-    steps = [project.in_folder(change.project, "checkout", "-q", "HEAD", "--", ".")]
+    steps = [change.project.git("checkout", "-q", "HEAD", "--", ".")]
     if change.added:
         names = map(str, change.added)
-        steps += [project.in_folder(change.project, "clean", "-fdqx", "--", *names)]
+        steps += [change.project.git("clean", "-fdqx", "--", *names)]
     return " && ".join(steps)
 
 
@@ -405,7 +426,7 @@ def _refuse_conflicts(change: Change) -> None:
     if not left:
         return
     names = ", ".join(show(name) for name in left)
-    place = project.in_folder(change.project, "add", *map(str, left))
+    place = change.project.git("add", *map(str, left))
     raise UserError(
         f"{'A conflict is' if len(left) == 1 else 'Conflicts are'} left in {names}.",
         "You and the template changed the same lines. Both stand there, between <<<<<<< and >>>>>>>"

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from ddpgen import __version__, git, interrupts
-from ddpgen.errors import UserError
+from ddpgen.errors import UserError, show
 from ddpgen.questions import Answer, load_questions, template_root
 from ddpgen.store import SOURCE
 
@@ -87,7 +87,8 @@ def update(folder: Path, tag: str, answers: Answers) -> None:
     """
     import copier
 
-    with _errors_of_copier(answers, "The project could not be updated."), _git_alone():
+    recorded = read_project_answers(folder)
+    with _errors_of_copier(answers, "The project could not be updated.", recorded), _git_alone():
         copier.run_update(
             folder,
             data=dict(answers),
@@ -200,17 +201,26 @@ def _copy(
 
 @contextmanager
 def _git_alone() -> Iterator[None]:
-    """Keep people's git settings from what copier does. It knows no other way than this."""
+    """Keep people's git settings from what copier starts. It passes on both environments."""
     from plumbum import local
 
-    with local.env():
-        local.env.clear()
-        local.env.update(git.alone())
-        yield
+    before, alone = dict(os.environ), git.alone()
+    try:
+        os.environ.clear()
+        os.environ.update(alone)
+        with local.env():
+            local.env.clear()
+            local.env.update(alone)
+            yield
+    finally:
+        os.environ.clear()
+        os.environ.update(before)
 
 
 @contextmanager
-def _errors_of_copier(answers: Answers, what: str = _NOT_WRITTEN) -> Iterator[None]:
+def _errors_of_copier(
+    answers: Answers, what: str = _NOT_WRITTEN, recorded: Answers | None = None
+) -> Iterator[None]:
     from copier.errors import CopierError, InteractiveSessionError
     from plumbum import ProcessExecutionError
 
@@ -225,15 +235,23 @@ def _errors_of_copier(answers: Answers, what: str = _NOT_WRITTEN) -> Iterator[No
             "Type: the command again, or add --defaults",
         ) from None
     except (CopierError, ValueError, TypeError, OSError, ProcessExecutionError) as error:
-        raise _translate(error, answers, what) from error
+        raise _translate(error, answers, what, recorded) from error
 
 
-def _translate(error: Exception, answers: Answers, what: str = _NOT_WRITTEN) -> UserError:
+def _translate(
+    error: Exception, answers: Answers, what: str = _NOT_WRITTEN, recorded: Answers | None = None
+) -> UserError:
     text = " ".join(str(error).split())
     known = re.fullmatch(
         r"(?:Validation error for question|Invalid choice for) '(\w+)': (.*)", text
     )
     question = load_questions().get(known[1]) if known else None
+    if known and recorded and known[1] in recorded and known[1] not in answers:
+        return UserError(
+            f"{known[1]} = {show(recorded[known[1]])} in {ANSWERS_FILE} is not possible.",
+            known[2],
+            f"Type: git log -p {ANSWERS_FILE}, and write it as it was",
+        )
     if known and question:
         return question.refusal(answers.get(question.name, "the default"), known[2])
     return UserError(

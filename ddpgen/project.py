@@ -118,7 +118,7 @@ def _record(folder: Path, command: str) -> dict[str, Answer]:
         ) from None
     if not generate.is_ours(record):
         raise UserError(
-            f"{show(folder)} is no project of ddpgen.",
+            f"{show(folder.name)} is no project of ddpgen.",
             f"{ANSWERS_FILE} belongs to another template: {show(record.get('_src_path', 'none'))}.",
             f"Type: {command}, with the folder of a project that ddpgen made",
         )

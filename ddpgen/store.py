@@ -231,8 +231,12 @@ def _renewed(folder: Path, stamp: str, frozen: Mapping[str, bytes], present: byt
         opened = _opened(folder, stamp)
         if opened:
             return opened
+        ready = folder / "building-done"
         with _building(folder) as scratch:
-            _build(scratch / "repository", folder / NAME, stamp, frozen, present)
+            made = _build(scratch / "repository", folder / NAME, stamp, frozen, present)
+            os.replace(made, ready)
+        # Last, so that a kill before it leaves the old one and a kill after it nothing else.
+        os.replace(ready, folder / NAME)
         opened = _opened(folder, stamp)
     assert opened, "what was built has what it was built for"
     return opened
@@ -245,7 +249,7 @@ def _locked(folder: Path) -> Iterator[None]:
         fcntl.flock(file, fcntl.LOCK_EX)
         for leftover in folder.glob("building-*"):
             # Its process was killed: it would hold the lock.
-            shutil.rmtree(leftover)
+            shutil.rmtree(leftover) if leftover.is_dir() else leftover.unlink()
         yield
 
 
@@ -261,7 +265,8 @@ def _building(folder: Path | None) -> Iterator[Path]:
 
 def _build(
     repository: Path, bundle: Path, stamp: str, frozen: Mapping[str, bytes], present: bytes
-) -> None:
+) -> Path:
+    """Make a new bundle from the old one and this ddpgen; return where it is."""
     load(repository, frozen, present)
     _fetch_missing(repository, bundle)
     tag = _name_present(repository)
@@ -272,7 +277,7 @@ def _build(
     git.run(repository, "bundle", "create", "--quiet", str(made), "--all")
     with made.open("rb") as file:
         os.fsync(file.fileno())
-    os.replace(made, bundle)
+    return made
 
 
 def _tags(repository: Path) -> list[str]:

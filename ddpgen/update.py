@@ -310,29 +310,32 @@ def _agreed() -> bool:
 def _move_into_place(change: Change) -> None:
     """Change the project in one step. Call it inside `held()`."""
     place = target.Target(change.project.typed, change.project.path, exists=True)
-    _refuse_ignored(change)
+    _refuse_obstacles(change)
     with target.stage(place) as staged:
         project.write(staged, change.written)
         for name in change.written:
             _keep_mode(place.path / name, staged / name)
-        # Refuses what stands in the way: a link, or a folder.
-        target.clashes(place, staged)
         target.commit(place, staged, change.removed)
         _note_conflicts(change)
 
 
-def _refuse_ignored(change: Change) -> None:
-    """Refuse to replace files that git does not keep: nothing could bring them back."""
-    names = [
-        name
+def _refuse_obstacles(change: Change) -> None:
+    """Refuse to replace what git does not keep, and to write through links."""
+    place = change.project.path
+    obstacles = {
+        part
         for name in change.written
-        if name not in change.before and os.path.lexists(change.project.path / name)
-    ]
-    if names:
+        if name not in change.before
+        for part in (*name.parents[:-1], name)
+        if os.path.lexists(place / part)
+        and (part == name or (place / part).is_symlink() or not (place / part).is_dir())
+    }
+    if obstacles:
         raise UserError(
-            f"The template has files that are there already: {target.listed(names)}.",
-            "git ignores yours, so that they could not be brought back.",
-            "Type: the same again when they are moved away or added to git; nothing was changed",
+            f"The template has new files where something of yours is: "
+            f"{target.listed(sorted(obstacles))}.",
+            "It is a link or a file that git ignores, and could not be brought back.",
+            "Type: the same again when it is moved away; nothing was changed",
         )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -10,6 +11,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+
+from tests import releases
+from tests.releases import Release
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -82,6 +86,32 @@ def terminal(monkeypatch: pytest.MonkeyPatch) -> None:
     from ddpgen import new
 
     monkeypatch.setattr(new, "on_terminal", lambda: True)
+
+
+@pytest.fixture(scope="session")
+def one(tmp_path_factory: pytest.TempPathFactory) -> Release:
+    """A release 0.1.0: today's template."""
+    return releases.first(tmp_path_factory.mktemp("one") / "ddpgen")
+
+
+@pytest.fixture(scope="session")
+def two(tmp_path_factory: pytest.TempPathFactory, one: Release) -> Release:
+    """A release 0.2.0 after it."""
+    return releases.second(tmp_path_factory.mktemp("two") / "ddpgen", one)
+
+
+@pytest.fixture(scope="session")
+def made_by_one(tmp_path_factory: pytest.TempPathFactory, one: Release) -> Path:
+    """A project that 0.1.0 made, with workflows, in git. Tests take copies of it."""
+    folder = tmp_path_factory.mktemp("made")
+    one.ddpgen("new", "p", "--defaults", "--ci", cwd=folder, env={"HOME": str(folder)})
+    return releases.keep(folder / "p", "Start")
+
+
+@pytest.fixture
+def p(made_by_one: Path, cwd: Path) -> Path:
+    """A project of 0.1.0 in the working folder."""
+    return Path(shutil.copytree(made_by_one, cwd / "p"))
 
 
 def start(

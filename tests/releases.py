@@ -10,7 +10,7 @@ import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -18,6 +18,7 @@ from tests import release
 from tests.projects import ROOT
 
 PARTS = ("ddpgen", "template", "tests", "copier.yml", "pyproject.toml", "README.md", "LICENSE")
+IDENTITY = ("-c", "user.name=Test", "-c", "user.email=test@example.org")
 KNOB = '''    log_first_step: bool = False
     """Write the metrics of the first step too."""
 
@@ -31,13 +32,13 @@ class Release:
     root: Path
 
     def ddpgen(
-        self, *argv: object, cwd: Path, code: int = 0, **env: str
+        self, *argv: object, cwd: Path, code: int = 0, env: Mapping[str, str] | None = None
     ) -> subprocess.CompletedProcess[str]:
         """Run its ddpgen without network and without a terminal; check the exit code."""
         done = subprocess.run(
             [sys.executable, "-m", "ddpgen", *map(str, argv)],
             cwd=cwd,
-            env={**offline(), "PYTHONPATH": str(self.root), **env},
+            env={**offline(), "PYTHONPATH": str(self.root), **(env or {})},
             stdin=subprocess.DEVNULL,
             capture_output=True,
             text=True,
@@ -80,7 +81,10 @@ def second(folder: Path, before: Release) -> Release:
     package = template / "{{ package_name }}"
     edit(package / "train.py", into_function("train_step", "    torch.set_grad_enabled(True)\n"))
     edit(package / "config.py", before_line(r"    def __post_init__\b.*", KNOB))
-    edit(template / "configs/train.yaml.jinja", lambda text: text + "log_first_step: false\n")
+    edit(
+        template / "configs/train.yaml.jinja",
+        before_line("# Checkpoints and logs", "log_first_step: false\n\n"),
+    )
     edit(
         template / "launch/local.sh.jinja",
         before_line(r"exec torchrun .*", "# Since 0.2.0: one more line.\n"),
@@ -149,10 +153,10 @@ def rename_question(folder: Path, old: str, new: str) -> None:
 
 def git(folder: Path, *words: object, **env: str) -> str:
     """Run git as a person would, with the settings of the tests."""
+    command = ["git", *IDENTITY, *map(str, words)]
     done = subprocess.run(
-        ["git", *map(str, words)], cwd=folder, env={**os.environ, **env}, capture_output=True,
-        text=True,
-    )  # fmt: skip
+        command, cwd=folder, env={**os.environ, **env}, capture_output=True, text=True
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 
@@ -160,7 +164,7 @@ def git(folder: Path, *words: object, **env: str) -> str:
 def keep(folder: Path, message: str = "A change") -> Path:
     """Commit all that is in a project."""
     if not (folder / ".git").exists():
-        git(folder, "init", "-q")
+        git(folder, "init", "-q", "--template=")
     git(folder, "add", "-A")
     git(folder, "commit", "-q", "-m", message)
     return folder
@@ -176,3 +180,46 @@ def copier_update(project: Path, *options: str) -> subprocess.CompletedProcess[s
         capture_output=True,
         text=True,
     )
+
+
+MINE = 'def mine() -> int:\n    """Mine."""\n    return 1\n'
+
+
+def make_edits(project: Path) -> dict[str, str]:
+    """Edit every file that invites it, as people do; return a text of each by its path."""
+    package = project.name
+    edit(project / package / "train.py", lambda text: f"{text}\n\n{MINE}")
+    edit(project / package / "model.py", lambda text: f"{text}\n\n{MINE}")
+    edit(project / package / "data.py", lambda text: f"{text}\n\n{MINE}")
+    settings = project / "configs/train.yaml"
+    edit(settings, lambda text: re.sub(r"(?m)^epochs: .*$", "epochs: 7", text))
+    edit(settings, lambda text: re.sub(r"(?m)^learning_rate: .*$", "learning_rate: 0.01", text))
+    edit(settings, lambda text: re.sub(r"(?m)^log_every_steps: .*$", "log_every_steps: 3", text))
+    edit(
+        project / "launch/local.sh",
+        before_line(r"CONFIG=.*", "export MINE=1\n"),
+    )
+    edit(project / "launch/node.sh", lambda text: text.replace("29500", "29555"))
+    edit(project / "README.md", lambda text: f"{text}\n## Mine\n")
+    toml = project / "pyproject.toml"
+    edit(toml, lambda text: re.sub(r"(?m)^version = .*$", 'version = "7.0"', text))
+    edit(toml, lambda text: re.sub(r"(?m)^    # Your own$", '    # Your own\n    "einops",', text))
+    edit(project / ".gitignore", lambda text: f"{text}/mine/\n")
+    workflow = project / ".github/workflows/tests.yml"
+    edit(workflow, lambda text: re.sub(r"timeout-minutes: \d+", "timeout-minutes: 77", text))
+    (project / "tests/test_mine.py").write_text('"""Mine."""\n')
+    (project / "notes").mkdir()
+    (project / "notes/mine.bin").write_bytes(b"\0\1\r\n\xff")
+    return {
+        f"{package}/train.py": MINE,
+        f"{package}/model.py": MINE,
+        f"{package}/data.py": MINE,
+        "configs/train.yaml": "\nlearning_rate: 0.01\n",
+        "launch/local.sh": "\nexport MINE=1\n",
+        "launch/node.sh": "29555",
+        "README.md": "\n## Mine\n",
+        "pyproject.toml": '"einops"',
+        ".gitignore": "/mine/\n",
+        ".github/workflows/tests.yml": "timeout-minutes: 77",
+        "tests/test_mine.py": "Mine",
+    }

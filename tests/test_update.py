@@ -135,6 +135,7 @@ def test_an_update_without_anything_new(two: Release, p: Path, cwd: Path) -> Non
     assert tree(p) == before
 
 
+@pytest.mark.slow
 def test_deleted_files_stay_deleted_and_own_files_stay(two: Release, p: Path, cwd: Path) -> None:
     """Deleted or user-owned files come back: they do not."""
     for name in ("launch/local.sh", "p/data.py", "p/probe.py", "configs/debug.yaml"):
@@ -220,6 +221,7 @@ def test_a_conflict_is_that_of_plain_copier(one: Release, conflict: Path, cwd: P
     assert unmerged(conflict) == unmerged(q) != ""
 
 
+@pytest.mark.slow
 def test_a_solved_conflict_can_be_committed(one: Release, conflict: Path, cwd: Path) -> None:
     one.ddpgen("set", "precision=bf16", "p", cwd=cwd, code=1)
     again = one.ddpgen("update", "p", cwd=cwd, code=1)
@@ -442,7 +444,6 @@ def test_preconditions(two: Release, p: Path, cwd: Path, case: str) -> None:
     assert (git(p, "status", "--short") if (p / ".git").exists() else "") == status
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("path", "what"),
     [
@@ -456,6 +457,7 @@ def test_paths_that_are_no_project(two: Release, p: Path, cwd: Path, path: str, 
     assert result.stderr.startswith(f"ddpgen: {what}\n")
 
 
+@pytest.mark.slow
 def test_an_older_ddpgen_says_so(one: Release, two: Release, p: Path, cwd: Path) -> None:
     """Also where the bundle has the newer version: what this ddpgen asks is of its own."""
     two.ddpgen("update", "p", cwd=cwd)
@@ -573,6 +575,7 @@ def test_another_machine(two: Release, p: Path, cwd: Path, tmp_path: Path) -> No
     assert git(elsewhere, "status", "--short") == ""
 
 
+@pytest.mark.slow
 def test_no_home_is_needed(two: Release, p: Path, cwd: Path) -> None:
     """Read-only or missing home: an update goes on without, and says so."""
     for home in ("/nonexistent", "", "/proc"):
@@ -616,6 +619,7 @@ def test_a_part_of_a_larger_repository(two: Release, p: Path, cwd: Path) -> None
     assert "UU parts/p/configs/train.yaml\n" in git(mono, "status", "--short")
 
 
+@pytest.mark.slow
 def test_a_worktree(two: Release, p: Path, cwd: Path) -> None:
     git(p, "worktree", "add", "-q", cwd / "tree" / "p")
     result = two.ddpgen("update", "tree/p", cwd=cwd)
@@ -660,6 +664,7 @@ def test_modes(one: Release, two: Release, cwd: Path) -> None:
     assert modes["docs"] == 0o700
 
 
+@pytest.mark.slow
 def test_a_file_that_git_ignores_is_not_replaced(two: Release, p: Path, cwd: Path) -> None:
     edit(p / ".gitignore", lambda text: text + "docs/\n")
     keep(p)
@@ -692,6 +697,7 @@ def test_nothing_is_written_through_links(two: Release, p: Path, cwd: Path) -> N
     assert "torch.set_grad_enabled(True)" in (p / "p/train.py").read_text()
 
 
+@pytest.mark.slow
 def test_a_link_where_a_new_folder_must_be(two: Release, p: Path, cwd: Path) -> None:
     (cwd / "outside").mkdir()
     (p / "docs").symlink_to(cwd / "outside")
@@ -734,6 +740,7 @@ def test_a_choice_that_is_gone_is_told(one: Release, p: Path, cwd: Path, tmp_pat
     assert "\nprecision: fp32\n" in (p / "configs/train.yaml").read_text()
 
 
+@pytest.mark.slow
 def test_an_answer_that_is_none(two: Release, p: Path, cwd: Path) -> None:
     """The answers file was edited by hand, and the template never took that."""
     replaced("precision: fp32", "precision: fp8")(p)

@@ -1007,7 +1007,8 @@ def test_the_workflow_opens_a_pull_request(
         )
     if case == "error":
         (p / ANSWERS).unlink()
-    keep(p)
+    if git(p, "status", "--short"):
+        keep(p)
     git(cwd, "clone", "-q", "--bare", p, "origin.git")
     git(p, "remote", "add", "origin", cwd / "origin.git")
     tools = tmp_path / "bin"

@@ -9,7 +9,7 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: demo test check bench gpu-check snapshots clean
+.PHONY: demo test check bench gpu-check snapshots release clean
 
 demo: $(READY)
 	$(BIN)/ddpgen demo demo
@@ -35,6 +35,11 @@ gpu-check: $(READY)
 # After a wanted change of the template.
 snapshots: $(READY)
 	UPDATE_SNAPSHOTS=1 $(BIN)/python -m pytest -q tests/test_snapshots.py
+
+# Freezes the template of this version: see CONTRIBUTING.md.
+release: $(READY)
+	$(BIN)/python -m tests.release
+	$(BIN)/python -m pytest -q tests/test_store.py
 
 clean:
 	rm -rf $(VENV) demo dist build

@@ -119,6 +119,26 @@ def test_block_tags_stand_alone_on_their_lines() -> None:
                 assert re.fullmatch(r"\{% .* %\}", line), f"{path.name}: {line}"
 
 
+def test_answers_stand_apart_from_lines_that_people_edit() -> None:
+    """git merges two changes only if an unchanged line is between them."""
+    names = "|".join(
+        name
+        for name, question in QUESTIONS.items()
+        if not name.startswith("_") and question.get("when") is not False
+        # These two never change in a project.
+        and name not in ("package_name", "starter")
+    )
+    checked = 0
+    for path in TEMPLATE.rglob("*.jinja"):
+        lines = [line for line in path.read_text().splitlines() if not line.startswith("{%")]
+        for number, line in enumerate(lines):
+            if re.search(rf"\{{\{{[^}}]*\b({names})\b", line) and not line.startswith("#"):
+                around = lines[max(number - 1, 0) : number] + lines[number + 1 : number + 2]
+                assert all(re.match(r"\s*(#|$)", near) for near in around), (path.name, line)
+                checked += 1
+    assert checked > 12
+
+
 def test_no_package_can_hide_a_module_of_python() -> None:
     reserved = set(yaml.safe_load(QUESTIONS["reserved_names"]["default"]))
     names = {name for name in sys.stdlib_module_names if re.fullmatch(r"[a-z][a-z0-9_]*", name)}

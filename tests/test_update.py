@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import fnmatch
 import os
+import pwd
 import re
 import shutil
 import signal
 import subprocess
 import sys
+import sysconfig
+import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -29,6 +32,7 @@ from .releases import (
     offline,
     set_version,
 )
+from .test_safety import python_for
 
 ANSWERS = ".copier-answers.yml"
 
@@ -587,6 +591,35 @@ def test_no_home_is_needed(two: Release, p: Path, cwd: Path) -> None:
         undo(result, cwd)
     assert not Path("/nonexistent").exists()
     assert not Path("/.ddpgen").exists()
+
+
+@pytest.mark.slow
+def test_nobody_without_a_home_updates(two: Release, p: Path) -> None:
+    """As in a container: another user, no home, only the project may be written, ddpgen not."""
+    if os.geteuid() != 0:
+        pytest.skip("only root can become somebody else")
+    user = pwd.getpwnam("nobody")
+    with tempfile.TemporaryDirectory() as folder:
+        place = Path(folder)
+        place.chmod(0o755)
+        shutil.copytree(two.root, place / "ddpgen")
+        shutil.copytree(p, place / "p")
+        for path in [place / "p", *(place / "p").rglob("*")]:
+            os.chown(path, user.pw_uid, user.pw_gid)
+        libraries = f"{place}/ddpgen:{sysconfig.get_path('purelib')}"
+        env = {**offline(), "HOME": "/nonexistent", "PYTHONPATH": libraries}
+        env |= {"GIT_CONFIG_GLOBAL": os.devnull, "COPIER_SETTINGS_PATH": ""}
+        python = python_for(user, env)
+        if python is None:
+            pytest.skip("nobody may start no Python that finds ddpgen's libraries")
+        done = subprocess.run(
+            [python, "-m", "ddpgen", "update", place / "p"],
+            user=user.pw_uid, group=user.pw_gid, extra_groups=[], cwd="/", env=env,
+            capture_output=True, text=True,
+        )  # fmt: skip
+        assert done.returncode == 0, done.stderr
+        assert (place / "p/docs/changes.md").stat().st_uid == user.pw_uid
+        assert "torch.set_grad_enabled(True)" in (place / "p/p/train.py").read_text()
 
 
 @pytest.mark.slow

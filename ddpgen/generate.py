@@ -101,31 +101,18 @@ def update(folder: Path, tag: str, answers: Answers) -> None:
         )
 
 
-def render_version(bundle: Path, tag: str, folder: Path, answers: Answers) -> None:
-    """Write the project of a version of the template, as it was before anybody changed it.
+def render_again(template: Path, folder: Path, answers: Answers) -> None:
+    """Write the project of a template over a folder, which may hold the answers to take.
 
     Args:
-        bundle: The template's history.
-        tag: The version.
-        folder: Does not exist yet.
-        answers: Values by question name.
+        template: The folder with copier.yml.
+        folder: Where the project is written, or just its answers file.
+        answers: Values by question name that replace those in the folder.
 
     Raises:
-        UserError: If an answer is not possible, or the version is not there.
+        UserError: If an answer is not possible.
     """
-    import copier
-
-    with _errors_of_copier(answers), _git_alone():
-        copier.run_copy(
-            str(bundle),
-            folder,
-            data=dict(answers),
-            vcs_ref=tag,
-            settings=copier.Settings(),
-            defaults=True,
-            quiet=True,
-            unsafe=False,
-        )
+    _copy(template, folder, answers, defaults=True, overwrite=True)
 
 
 def read_record(folder: Path) -> dict[str, Answer]:
@@ -176,6 +163,7 @@ def _copy(
     *,
     defaults: bool,
     offered: Answers | None = None,
+    overwrite: bool = False,
 ) -> None:
     import copier
     from plumbum import local
@@ -194,6 +182,7 @@ def _copy(
             # The user's own copier settings would replace the template's defaults.
             settings=copier.Settings(),
             defaults=defaults,
+            overwrite=overwrite,
             quiet=True,
             unsafe=False,
         )

@@ -186,13 +186,13 @@ def _refuse_changes(project: Project) -> None:
         )
 
 
-def kept_files(project: Project) -> Files:
-    """Read the project's files that git keeps. Links and other repositories are left out.
+def kept_files(project: Project, wanted: Iterable[Path]) -> Files:
+    """Read those of the wanted files that git keeps. Links are left out.
 
     Nothing is written through a link, so that no update leaves the project's folder.
     """
-    names = git.words(git.in_project(project.path, "ls-files", "-z", "--", "."))
-    return read(project.path, map(Path, names))
+    kept = {Path(name) for name in git.words(git.in_project(project.path, "ls-files", "-z"))}
+    return read(project.path, sorted(kept.intersection(wanted)))
 
 
 def read(folder: Path, names: Iterable[Path]) -> Files:

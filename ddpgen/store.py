@@ -194,12 +194,13 @@ def load(repository: Path, frozen: Mapping[str, bytes], present: bytes = b"") ->
     git.run(repository, "fast-import", "--quiet", given=stream + present)
 
 
-def show_file(store: Store, tag: str, path: str) -> bytes:
-    """Return a file of the template as it was in a version."""
-    with _building(None) as folder:
-        git.run(folder, "init", "--quiet", "--bare", "--template=")
-        git.run(folder, "fetch", "--quiet", str(store.bundle), f"{_TAGS}{tag}")
-        return git.run(folder, "show", f"FETCH_HEAD:{path}")
+def export(store: Store, tag: str, folder: Path) -> Path:
+    """Write a version of the template into a new folder, and return the folder."""
+    folder.mkdir(parents=True)
+    git.run(folder, "init", "--quiet", "--template=")
+    git.run(folder, "fetch", "--quiet", str(store.bundle), f"{_TAGS}{tag}")
+    git.run(folder, "checkout", "--quiet", "FETCH_HEAD")
+    return folder
 
 
 def _opened(folder: Path, stamp: str) -> Store | None:
@@ -254,7 +255,7 @@ def _locked(folder: Path) -> Iterator[None]:
 
 
 @contextmanager
-def _building(folder: Path | None) -> Iterator[Path]:
+def _building(folder: Path) -> Iterator[Path]:
     with (
         interrupts.held(),
         tempfile.TemporaryDirectory(prefix="building-", dir=folder) as scratch,

@@ -1,13 +1,14 @@
 """`ddpgen update` and `ddpgen set`: copier's update, worked out beside the project.
 
-A copy of the files that git keeps is updated in a temporary folder. What came of it is shown, and
-then moved into the project in one step: a failure or Ctrl-C before that changes nothing.
+A copy of the files that are the template's is updated in a temporary folder. What came of it is
+shown, and then moved into the project in one step: a failure or Ctrl-C changes nothing.
 """
 
 from __future__ import annotations
 
 import os
 import shlex
+import shutil
 import sys
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -19,7 +20,7 @@ from ddpgen import generate, git, interrupts, new, project, questions, store, ta
 from ddpgen.errors import UserError, show
 from ddpgen.generate import ANSWERS_FILE
 from ddpgen.project import Files, Project
-from ddpgen.questions import Answer, Question
+from ddpgen.questions import Answer, Questions
 from ddpgen.store import Store
 
 # What cannot change any more once people work with the files that it made.
@@ -47,11 +48,11 @@ class Change:
         project: As it is.
         version: The template's version that it will have.
         answers: What it will be made from.
-        before: Its files as they are.
+        before: Those of its files that the template has or had, as they are.
         written: Files that are new or different.
         added: The topmost files and folders that are new.
         removed: Files that the template no longer has.
-        lost: Those of them that somebody had edited.
+        lost: Files of which no edit is left.
         conflicts: Files in which both versions of a place stand.
         rejected: Files with parts of the old ones that fit nowhere.
         unmerged: What git notes of the conflicts: mode, content, stage and file.
@@ -104,7 +105,7 @@ def set_answers(request: Request) -> None:
     found = project.find(request.path, "ddpgen set KEY=VALUE PATH")
 
     def work_out(scratch: Path, history: Store) -> Change:
-        known = _questions_of(history, found.version)
+        known = _questions_of(scratch, history, found.version)
         given = questions.parse_settings(request.settings, known)
         _refuse_settled(found, given)
         return _work_out(scratch, found, history, found.version, given, known)
@@ -191,11 +192,11 @@ def _refuse_unknown_version(found: Project, history: Store) -> None:
         )
 
 
-def _questions_of(history: Store, version: str) -> Mapping[str, Question]:
+def _questions_of(scratch: Path, history: Store, version: str) -> Questions:
     if version == history.tag:
         return questions.load_questions()
-    content = store.show_file(history, version, "copier.yml")
-    return questions.questions_in(questions.parse_config(content.decode()))
+    template = store.export(history, version, scratch / "questions")
+    return questions.questions_in(questions.load_config(template))
 
 
 def _work_out(
@@ -204,10 +205,12 @@ def _work_out(
     history: Store,
     version: str,
     given: Mapping[str, Answer],
-    known: Mapping[str, Question] | None = None,
+    known: Questions | None = None,
 ) -> Change:
-    """Update a copy of the project and compare it with the project."""
-    before = project.kept_files(found)
+    """Update a copy of the project's files that are the template's, and compare."""
+    old = _rendered(scratch / "old", found, history, found.version, {})
+    new_ = _rendered(scratch / "new", found, history, version, given)
+    before = project.kept_files(found, set(old) | set(new_))
     copy = scratch / "copy" / found.path.name
     project.write(copy, before)
     _commit(copy, "As it is")
@@ -221,7 +224,6 @@ def _work_out(
     questions.refuse_idle(given, answers, known=known)
     unmerged = _unmerged(copy)
     after = project.read(copy, _files(copy))
-    removed = sorted(set(before) - set(after))
     written = {name: file for name, file in after.items() if before.get(name) != file}
     git.run(copy, "add", "--force", "--all")
     return Change(
@@ -231,13 +233,36 @@ def _work_out(
         before=before,
         written=written,
         added=sorted({_topmost_new(found.path, name) for name in written if name not in before}),
-        removed=removed,
-        lost=_edited(scratch, found, history, {name: before[name] for name in removed}),
+        removed=sorted(set(before) - set(after)),
+        lost=_lost(old, new_, before, after),
         conflicts=sorted({Path(name) for *_, name in unmerged}),
         rejected=sorted(name for name in written if name.suffix == ".rej" and name not in before),
         unmerged=unmerged,
         diff=git.run(copy, "diff", "--cached", start).decode(errors="replace"),
     )
+
+
+def _rendered(
+    folder: Path, found: Project, history: Store, version: str, given: Mapping[str, Answer]
+) -> Files:
+    """Render a version of the template with the project's answers, as if nobody had edited it."""
+    template = store.export(history, version, folder / "template")
+    place = folder / "project" / found.path.name
+    place.mkdir(parents=True)
+    shutil.copyfile(found.path / ANSWERS_FILE, place / ANSWERS_FILE)
+    generate.render_again(template, place, given)
+    return project.read(place, target.files_in(place))
+
+
+def _lost(old: Files, new_: Files, before: Files, after: Files) -> list[Path]:
+    """Name the files that somebody had edited and that are now just as the template has them."""
+    return [
+        name
+        for name, file in before.items()
+        if name != Path(ANSWERS_FILE)
+        and file not in (old.get(name), after.get(name))
+        and after.get(name) == new_.get(name)
+    ]
 
 
 def _commit(copy: Path, message: str) -> None:
@@ -265,16 +290,6 @@ def _topmost_new(folder: Path, name: Path) -> Path:
     """Return what has to be removed to take a new file back: it, or the new folder it is in."""
     parts = [*reversed(name.parents[:-1]), name]
     return next((part for part in parts if not os.path.lexists(folder / part)), name)
-
-
-def _edited(scratch: Path, found: Project, history: Store, removed: Files) -> list[Path]:
-    """Tell which of the removed files are not as the template had written them."""
-    if not removed:
-        return []
-    original = scratch / "original" / found.path.name
-    generate.render_version(history.bundle, found.version, original, found.answers)
-    there = project.read(original, removed)
-    return [name for name, file in removed.items() if there.get(name) != file]
 
 
 def _wanted(request: Request, change: Change) -> bool:
@@ -398,7 +413,7 @@ def _ending(change: Change) -> list[str]:
     """Write what to do next, and how to take all of it back."""
     lines = []
     if change.lost:
-        lines += ["", "You had edited files that the template no longer has. To keep one of them:"]
+        lines += ["", "Nothing is left of your edits in these files. To have one as it was:"]
         for name in change.lost:
             lines += [f"  {change.project.git('checkout', 'HEAD', '--', str(name))}"]
     return [

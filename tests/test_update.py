@@ -24,6 +24,7 @@ from ddpgen import generate, questions, update
 from .conftest import Ddpgen, start
 from .releases import (
     Release,
+    before_line,
     copier_update,
     edit,
     git,
@@ -167,9 +168,7 @@ def test_an_edited_file_that_the_template_removed_is_named(
     result = two.ddpgen("update", "p", cwd=cwd)
     assert not (p / "tests/test_evaluation.py").exists()
     lines = result.stdout.splitlines()
-    place = lines.index(
-        "You had edited files that the template no longer has. To keep one of them:"
-    )
+    place = lines.index("Nothing is left of your edits in these files. To have one as it was:")
     assert lines[place + 1] == "  git -C p checkout HEAD -- tests/test_evaluation.py"
     subprocess.run(["bash", "-ec", lines[place + 1]], cwd=cwd, check=True, capture_output=True)
     assert (p / "tests/test_evaluation.py").read_bytes() == mine
@@ -177,7 +176,7 @@ def test_an_edited_file_that_the_template_removed_is_named(
 
 @pytest.mark.slow
 def test_a_removed_file_that_nobody_edited_needs_no_word(two: Release, p: Path, cwd: Path) -> None:
-    assert "You had edited" not in two.ddpgen("update", "p", cwd=cwd).stdout
+    assert "your edits" not in two.ddpgen("update", "p", cwd=cwd).stdout
 
 
 # Conflicts
@@ -785,6 +784,37 @@ def test_an_answer_that_is_none(two: Release, p: Path, cwd: Path) -> None:
         f"Type: git log -p {ANSWERS}, and write it as it was",
     )
     assert tree(p) == before
+
+
+@pytest.mark.slow
+def test_odd_files_of_people(two: Release, p: Path, cwd: Path) -> None:
+    """Names and contents that git or copier cannot merge are left alone, or named."""
+    names = ["ünï 中.txt", 'it\'s "q".txt', "new\nline", "-rf", "a.rej", os.fsdecode(b"\xff.x")]
+    for name in names:
+        (p / name).write_bytes(b"mine\n\xff\0")
+    (p / "launch/local.sh").write_bytes(b"\0 mine")
+    keep(p)
+    before = tree(p)
+    result = two.ddpgen("update", "p", cwd=cwd)
+    after = tree(p)
+    assert {name: after[name] for name in names} == {name: before[name] for name in names}
+    assert "torch.set_grad_enabled(True)" in (p / "p/train.py").read_text()
+    lines = result.stdout.splitlines()
+    place = lines.index("Nothing is left of your edits in these files. To have one as it was:")
+    assert lines[place + 1] == "  git -C p checkout HEAD -- launch/local.sh"
+    undo(result, cwd)
+    assert tree(p) == before
+
+
+@pytest.mark.slow
+def test_an_edit_that_the_template_took_over_is_no_conflict(
+    two: Release, p: Path, cwd: Path
+) -> None:
+    edit(p / "launch/local.sh", before_line(r"exec torchrun .*", "# Since 0.2.0: one more line.\n"))
+    keep(p)
+    result = two.ddpgen("update", "p", cwd=cwd)
+    assert (p / "launch/local.sh").read_text().count("# Since 0.2.0: one more line.\n") == 1
+    assert "your edits" not in result.stdout
 
 
 # Setting answers

@@ -804,9 +804,8 @@ def test_demo_looks_for_all_that_a_default_project_needs(ddpgen: Ddpgen, cwd: Pa
     ddpgen("new", "p", "--defaults")
     text = (cwd / "p/pyproject.toml").read_text()
     listed = text.split("dependencies = [\n")[1].split("\n]")[0].split("\n")
-    assert sorted(line.strip(' ",').split(">=")[0] for line in listed) == sorted(
-        demo.NEEDS.values()
-    )
+    needs = [line.strip(' ",').split(">=")[0] for line in listed if "#" not in line]
+    assert sorted(needs) == sorted(demo.NEEDS.values())
 
 
 def test_demo_starts_two_processes_here(

@@ -16,14 +16,15 @@ _IDENTITY = {"NAME": "ddpgen", "EMAIL": "ddpgen@localhost"}
 
 
 class GitFailed(UserError):
-    """git ended with an error; `reason` is the last line of what it said."""
+    """git ended with an error; `said` is what it wrote about it."""
 
     def __init__(self, subcommand: str, said: bytes) -> None:
-        lines = said.decode(errors="replace").strip().splitlines()
-        self.reason = lines[-1] if lines else "It gave no reason."
+        self.said = said.decode(errors="replace").strip()
+        lines = self.said.splitlines() or ["nothing"]
+        reason = next((line for line in lines if line.startswith("fatal: ")), lines[-1])
         super().__init__(
             f"git {subcommand} failed.",
-            f"git says: {show(self.reason)}",
+            f"git says: {show(reason)}",
             "Type: the command again when that is mended",
         )
 

@@ -160,7 +160,14 @@ def _refuse_outside_git(project: Project) -> None:
     try:
         inside = git.in_project(project.path, "rev-parse", "--is-inside-work-tree")
     except git.GitFailed as error:
-        if "not a git repository" not in error.reason:
+        if "dubious ownership" in error.said:
+            raise UserError(
+                f"git does not trust {project.name}: it belongs to another user.",
+                "Settings in it could start programs under your name.",
+                f"Type: git config --global --add safe.directory {shlex.quote(str(project.path))}, "
+                "if you trust it",
+            ) from None
+        if "not a git repository" not in error.said:
             raise
         inside = b""
     if inside.strip() != b"true":

@@ -21,7 +21,7 @@ import yaml
 
 from ddpgen import generate, questions, update
 
-from .conftest import Ddpgen, start
+from .conftest import ROOT, Ddpgen, start
 from .releases import (
     Release,
     before_line,
@@ -488,6 +488,24 @@ def test_without_git(two: Release, p: Path, cwd: Path) -> None:
             "Type: the command again when git is installed",
         )
     assert not (cwd / "PWNED").exists()
+
+
+@pytest.mark.slow
+def test_a_project_of_another_user(two: Release, p: Path, cwd: Path) -> None:
+    """git refuses it, and says how to trust it; that works."""
+    if os.geteuid() != 0:
+        pytest.skip("only root can give a project away")
+    for path in (p, p / ".git"):
+        os.chown(path, pwd.getpwnam("nobody").pw_uid, -1)
+    result = two.ddpgen("update", "p", cwd=cwd, code=1)
+    refused(
+        result,
+        "git does not trust p: it belongs to another user.",
+        "Settings in it",
+        f"Type: git config --global --add safe.directory {p}, if you trust it",
+    )
+    git(cwd, "config", "--global", "--add", "safe.directory", p)
+    two.ddpgen("update", "p", cwd=cwd)
 
 
 SETTLED = {
@@ -1106,6 +1124,17 @@ def test_the_workflow_opens_a_pull_request(
     offered = git(cwd / "origin.git", "show", "ddpgen-update:p/train.py")
     assert "torch.set_grad_enabled(True)" in offered
     assert "p, template v0.1.0 -> v0.2.0:" in (tmp_path / "update.txt").read_text()
+
+
+def test_the_table_of_failures_names_tests_that_exist() -> None:
+    text = (ROOT / "docs/updates.md").read_text()
+    file, named = "", 0
+    for module, name in re.findall(r"`(?:(test_\w+\.py)(?:::)?)?(test_\w+)?`", text):
+        file = module or file
+        if name:
+            named += 1
+            assert f"def {name}(" in (ROOT / "tests" / file).read_text(), (file, name)
+    assert named > 20
 
 
 # The project goes on

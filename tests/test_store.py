@@ -471,7 +471,6 @@ def test_urls_that_are_refused(ddpgen: Ddpgen, cwd: Path, url: str, why: str) ->
     assert (result.code, result.out, tree(cwd)) == (1, "", [])
     assert result.err.startswith("ddpgen: --template-url ")
     assert result.err.splitlines()[1].startswith(why)
-    assert "secret" not in result.err or "me:secret" in url
 
 
 def test_errors_name_the_folder(tmp_path: Path) -> None:

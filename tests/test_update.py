@@ -262,12 +262,15 @@ def test_git_settings_of_the_user_change_nothing(
     for hook in ("pre-commit", "post-checkout", "post-index-change", "reference-transaction"):
         (hooks / hook).write_text(f"#!/bin/sh\ntouch {hermetic}/PWNED\nexit 1\n")
         (hooks / hook).chmod(0o755)
-    (hermetic / "gitconfig").write_text(SETTINGS[name].replace("{hooks}", str(hooks)))
+    # The second is where git looks when nobody names another place.
+    for config in ("gitconfig", ".gitconfig"):
+        (hermetic / config).write_text(SETTINGS[name].replace("{hooks}", str(hooks)))
     result = one.ddpgen("set", "precision=bf16", "tracker=wandb", "p", cwd=cwd, code=1)
     assert (result.stdout, result.stderr) == (expected.stdout, expected.stderr)
     assert tree(conflict) == tree(q)
     assert not (hermetic / "PWNED").exists()
-    (hermetic / "gitconfig").write_text("")
+    for config in ("gitconfig", ".gitconfig"):
+        (hermetic / config).write_text("")
     assert unmerged(conflict) == unmerged(q) != ""
 
 

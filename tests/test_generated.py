@@ -296,6 +296,38 @@ def test_two_machines_train_together(digits: Path, tmp_path: Path) -> None:
     assert len(list((tmp_path / "debug-001/logs").iterdir())) == 2
 
 
+RESTARTED = """
+import os
+from {package} import failures, train
+
+ordinary = train.train_step
+
+def train_step(training, window):
+    first = os.environ["TORCHELASTIC_RESTART_COUNT"] == "0"
+    if first and training.process.rank == 1 and training.state.step == 7:
+        raise ValueError("boom")
+    return ordinary(training, window)
+
+train.train_step = train_step
+if __name__ == "__main__":
+    failures.run_and_exit(train.main)
+"""
+
+
+def test_a_restart_by_torchrun_goes_on(digits: Path, tmp_path: Path) -> None:
+    """torchrun keeps its store, and in it the addresses of the processes that are gone."""
+    program = digits / "restarted.py"
+    program.write_text(RESTARTED.format(package=package_of(digits)))
+    done = run(
+        digits, *TORCHRUN, "--max-restarts=1", "--nproc-per-node=2", str(program), *DEBUG,
+        "--epochs", "1", "--output_dir", str(tmp_path),
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert "failed: ValueError: boom" in done.stderr
+    assert f"going on with {tmp_path}/debug-001" in done.stdout
+    assert [folder.name for folder in tmp_path.iterdir()] == ["debug-001"]
+
+
 def test_a_signal_saves_and_the_same_command_goes_on(digits: Path, tmp_path: Path) -> None:
     straight = train(digits, 2, *DEBUG, "--output_dir", str(tmp_path / "straight"))
     assert straight.returncode == 0

@@ -54,6 +54,7 @@ class TrainState:
         """Return what is the same on every rank."""
         return {
             "model": self.model.state_dict(),
+            "trained": self.trained(),
             "optimizer": self.optimizer.state_dict(),
             "scheduler": self.scheduler.state_dict(),
             "scaler": self.scaler.state_dict(),
@@ -63,13 +64,25 @@ class TrainState:
             "best_loss": self.best_loss,
         }
 
+    def trained(self) -> list[str]:
+        """Return the names of the trained parameters, in the order in which AdamW counts them."""
+        return [name for name, p in self.model.named_parameters() if p.requires_grad]
+
     def load_shared(self, saved: dict[str, Any]) -> None:
         """Take over what `shared` returned.
 
         Learning rate, weight decay and the like are settings: they stay as this run has them, also
         when the checkpoint was written under others.
+
+        Raises:
+            ValueError: Other parameters are trained. The optimizer's state is kept by number, and
+                would go to others.
         """
         self.model.load_state_dict(saved["model"])
+        before, now = saved.get("trained", self.trained()), self.trained()
+        if before != now:
+            apart = sorted(set(before) ^ set(now)) or "the same ones in another order"
+            raise ValueError(f"other parameters were trained: {apart}")
         settings = self.optimizer.state_dict()["param_groups"]
         self.optimizer.load_state_dict({**saved["optimizer"], "param_groups": settings})
         base = self.scheduler.base_lrs

@@ -77,16 +77,15 @@ def process_group(device: str = "auto", timeout_s: float = 600.0) -> Iterator[Pr
         # Before the group is made: otherwise every rank opens a context on GPU 0.
         torch.cuda.set_device(my_device)
     backend = "nccl" if on_gpu else "gloo"
-    alone: dict[str, Any] = {}
     if env:
         die_with_launcher()
         watch_over_the_job(timeout_s)
-    else:
-        # A group of one needs no port.
-        alone = {"store": dist.HashStore(), "rank": 0, "world_size": 1}
     # device_id lets NCCL connect at once; gloo does not know it.
     dist.init_process_group(
-        backend, timeout=timeout, device_id=my_device if on_gpu else None, **alone
+        backend,
+        timeout=timeout,
+        device_id=my_device if on_gpu else None,
+        **meeting_place(env, timeout),
     )
     world = dist.group.WORLD
     assert world is not None
@@ -102,6 +101,21 @@ def process_group(device: str = "auto", timeout_s: float = 600.0) -> Iterator[Pr
     # Nobody leaves while another rank still needs it.
     dist.barrier(group=control)
     dist.destroy_process_group()
+
+
+def meeting_place(env: dict[str, int], timeout: timedelta) -> dict[str, Any]:
+    """Return where the processes find each other, if it is not simply where the launcher says."""
+    if not env:  # a group of one needs no port
+        return {"store": dist.HashStore(), "rank": 0, "world_size": 1}
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    if attempt == "0" or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+        return {}
+    # After a restart torchrun's store still has the addresses of the processes that are gone.
+    address, port = os.environ["MASTER_ADDR"], env["MASTER_PORT"]
+    store = dist.PrefixStore(
+        f"attempt {attempt}", dist.TCPStore(address, port, is_master=False, timeout=timeout)
+    )
+    return {"store": store, "rank": env["RANK"], "world_size": env["WORLD_SIZE"]}
 
 
 def launch_environment() -> dict[str, int]:

@@ -17,10 +17,10 @@ from multiprocessing.context import BaseContext
 from typing import Any, cast
 
 import torch
-from torch.utils.data import DataLoader, Dataset, Sampler
+from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler
 
 from .config import Config
-from .distributed import Process
+from .distributed import Process, gather_objects
 from .errors import UserError
 from .permutation import Permutation
 from .seeding import generator
@@ -340,16 +340,42 @@ def map_tensors(function: Callable[[torch.Tensor], torch.Tensor], value: Any) ->
     return value
 
 
+def refuse_sizes(sizes: list[int], process: Process) -> None:
+    """Compare the sizes of training and validation set over all ranks. Collective.
+
+    Every rank deals the samples out by itself. From other sizes it would come to other shards,
+    which overlap, and to another number of steps.
+
+    Raises:
+        UserError: They differ, or there is nothing to validate on.
+    """
+    first, *others = gather_objects(sizes, process)
+    for rank, other in enumerate(others, start=1):
+        if other != first:
+            raise UserError(
+                f"Training and validation set have {first} samples on rank 0, {other} on rank "
+                f"{rank}.",
+                "All ranks must have the same data: each computes its own share of it.",
+                "look for what depends on the rank or the machine in build_datasets in data.py",
+            )
+    if sizes[1] == 0:
+        raise UserError(
+            "The validation set is empty.",
+            "Every epoch ends with a validation.",
+            "hold some samples back in build_datasets in data.py",
+        )
+
+
 def len_of(dataset: Dataset[Any]) -> int:
     """Return the size of a data set.
 
     Raises:
-        UserError: It has none, as an IterableDataset.
+        UserError: It has none, or no index, as an IterableDataset.
     """
-    if isinstance(dataset, Sized):
+    if isinstance(dataset, Sized) and not isinstance(dataset, IterableDataset):
         return len(dataset)
     raise UserError(
-        f"The data set {type(dataset).__name__} has no length.",
+        f"The data set {type(dataset).__name__} has no length or no index.",
         "Samples are dealt to the processes by index; a stream has no index.",
         "give it __len__ and __getitem__ (a map-style Dataset)",
     )

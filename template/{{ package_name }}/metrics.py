@@ -22,16 +22,20 @@ class TrainMeter:
         self.weight = 0.0
         self.clock = Stopwatch()
 
-    def add(self, loss_sum: torch.Tensor, weight: float, n_samples: int) -> None:
+    def add(
+        self, loss_sum: torch.Tensor, weight: float, n_samples: int, skipped: bool = False
+    ) -> None:
         """Count one optimizer step.
 
         Args:
             loss_sum: Sum of this rank's losses, not yet divided; a scalar on the device.
             weight: Total weight of the step over all ranks.
             n_samples: Samples of the step over all ranks.
+            skipped: Leave the loss out, which is no number; the time has passed all the same.
         """
-        self.loss_sum += loss_sum
-        self.weight += weight
+        if not skipped:
+            self.loss_sum += loss_sum
+            self.weight += weight
         self.clock.samples += n_samples
         self.clock.steps += 1
 

@@ -43,6 +43,7 @@ from .loading import (
     Window,
     len_of,
     map_tensors,
+    refuse_sizes,
     train_windows,
     validation_batches,
 )
@@ -130,6 +131,7 @@ def set_up(config: Config, process: Process) -> Training:
     seed_all(config.seed)
     with main_process_first(process):  # one process prepares the files, the others find them
         train_set, validation_set = build_datasets(config.seed)
+    refuse_sizes([len_of(train_set), len_of(validation_set)], process)
     order = TrainOrder(
         n_samples=len_of(train_set),
         rank=process.rank,
@@ -245,7 +247,7 @@ def train_epoch(training: Training) -> None:
         try:
             training.last = train_step(training, window)
         except RuntimeError as error:
-            name_what_ddp_counts(error, training.trainable, state.step)
+            name_what_ddp_counts(error, training.trainable, state.step + 1)
             raise
         state.step += 1
         state.position += window.n_samples
@@ -295,10 +297,12 @@ def train_step(training: Training, window: Window) -> StepResult:
         loss_total += loss_sum.detach()
     if not (training.config.find_unused_parameters or training.config.static_graph):
         refuse_unused_parameters(training.trainable, training.state.step + 1)
+    # A parameter used in an early forward pass only has a gradient, but DDP waits for one of the
+    # last pass, and has left others unaveraged. Otherwise said in the next step, if there is one.
+    ddp_model._check_reducer_finalized()
     refuse_nonfinite(training)  # of the step before this one
     taken = apply_gradients(training, loss_total)
-    if not taken.skipped:
-        training.state.meter.add(loss_total, weight, window.n_samples)
+    training.state.meter.add(loss_total, weight, window.n_samples, taken.skipped)
     return taken
 
 
@@ -334,7 +338,8 @@ def apply_gradients(training: Training, loss_sum: torch.Tensor) -> StepResult:
     # After the all-reduce the gradients, and so their norm, are the same on every rank.
     norm = nn.utils.clip_grad_norm_(training.trainable.values(), max_norm)
     result = StepResult(loss_sum, norm, optimizer.param_groups[0]["lr"], skipped=False)
-    if training.config.nonfinite == "skip" and not scaler.is_enabled() and not norm.isfinite():
+    skipped = training.config.nonfinite == "skip" and not bool(norm.isfinite())
+    if skipped and not scaler.is_enabled():  # the scaler skips by itself
         optimizer.zero_grad(set_to_none=True)
         if training.process.is_main:
             logger.warning(f"warning: step {state.step + 1} skipped: its gradients are not numbers")
@@ -347,7 +352,7 @@ def apply_gradients(training: Training, loss_sum: torch.Tensor) -> StepResult:
     if scaler.get_scale() >= scale:
         state.scheduler.step()
     optimizer.zero_grad(set_to_none=True)
-    return result
+    return result._replace(skipped=skipped)
 
 
 @torch.no_grad()
@@ -443,7 +448,8 @@ def log_step(training: Training, taken: StepResult) -> None:
     refuse_changed_parameters(state.model, training.trainable)
     training.stop.pace(metrics["step_ms"] / 1000)
     refuse_nonfinite(training)
-    if not isfinite(metrics["loss"]):  # in fp16, where a step now and then is skipped
+    # In fp16, where a step now and then is skipped.
+    if not isfinite(metrics["loss"]) and training.config.nonfinite == "stop":
         first = max(1, state.step - training.config.log_every_steps + 1)
         raise UserError(
             f"The training loss is {metrics['loss']} in steps {first} to {state.step}.",

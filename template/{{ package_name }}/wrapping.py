@@ -123,10 +123,10 @@ def name_what_ddp_counts(
     Args:
         error: What was raised.
         trainable: The parameters that DDP waits for.
-        step: Steps taken so far.
+        step: The step that is being taken, for the message.
 
     Raises:
-        UserError: DDP has not finished the reduction of the last step.
+        UserError: DDP has not finished the reduction of this step.
     """
     numbers = re.search(r"did not receive grad for rank \d+: ([\d ]+)", str(error))
     if numbers is not None:

@@ -84,6 +84,35 @@ class Stopwatch:
         return lap
 
 
+class LateNumber:
+    """A number of the GPU that is read a step later.
+
+    To read a tensor waits for everything that the GPU has been given until then, also what was
+    given after the number was computed. This one is sent to the processor at once, and waits for
+    nothing else.
+    """
+
+    def __init__(self, value: torch.Tensor) -> None:
+        """Start sending.
+
+        Args:
+            value: A scalar.
+        """
+        self.value = value
+        self.sent: torch.cuda.Event | None = None
+        if value.is_cuda:
+            self.value = torch.empty((), dtype=value.dtype, pin_memory=True)
+            self.value.copy_(value, non_blocking=True)
+            self.sent = torch.cuda.Event()
+            self.sent.record()
+
+    def item(self) -> float:
+        """Return the number."""
+        if self.sent is not None:
+            self.sent.synchronize()
+        return self.value.item()
+
+
 class EvaluationSums:
     """Sums over the validation set, in float64. Nothing is communicated until `reduce`."""
 

@@ -48,7 +48,7 @@ from .loading import (
     validation_batches,
 )
 from .log import RunLog, logger, set_up_logging
-from .metrics import EvaluationSums, Stopwatch, TrainMeter
+from .metrics import EvaluationSums, LateNumber, Stopwatch, TrainMeter
 from .model import build_model, compute_losses, compute_scores
 from .optim import build_optimizer, build_scheduler, scaled_learning_rate
 from .probe import differences, gather_environment
@@ -71,13 +71,13 @@ class StepResult(NamedTuple):
 
     Attributes:
         loss_sum: Sum of this rank's losses: a scalar on the device.
-        grad_norm: Norm of the gradients before clipping: a scalar on the device, equal everywhere.
+        grad_norm: Norm of the gradients before clipping, equal on every rank.
         learning_rate: The learning rate that was used.
         skipped: Whether the weights were left alone because the gradients were not numbers.
     """
 
     loss_sum: torch.Tensor
-    grad_norm: torch.Tensor
+    grad_norm: LateNumber
     learning_rate: float
     skipped: bool
 
@@ -337,7 +337,7 @@ def apply_gradients(training: Training, loss_sum: torch.Tensor) -> StepResult:
     scaler.unscale_(optimizer)  # clipping scaled gradients would clip them to almost nothing
     # After the all-reduce the gradients, and so their norm, are the same on every rank.
     norm = nn.utils.clip_grad_norm_(training.trainable.values(), max_norm)
-    result = StepResult(loss_sum, norm, optimizer.param_groups[0]["lr"], skipped=False)
+    result = StepResult(loss_sum, LateNumber(norm), optimizer.param_groups[0]["lr"], skipped=False)
     skipped = training.config.nonfinite == "skip" and not bool(norm.isfinite())
     if skipped and not scaler.is_enabled():  # the scaler skips by itself
         optimizer.zero_grad(set_to_none=True)
@@ -417,7 +417,7 @@ def refuse_nonfinite(training: Training) -> None:
     """
     last, step = training.last, training.state.step
     fp16 = training.state.scaler.is_enabled()  # skips such steps by itself, to find its scale
-    if last is None or last.skipped or fp16 or last.grad_norm.isfinite():
+    if last is None or last.skipped or fp16 or isfinite(last.grad_norm.item()):
         return
     losses = gather_objects(last.loss_sum.item(), training.process)
     causes = [f"{loss} on rank {rank}" for rank, loss in enumerate(losses) if not isfinite(loss)]

@@ -233,8 +233,6 @@ from {package}.config import load_config
 def main():
     config = load_config()
     with distributed.process_group(config.device, config.timeout_s) as process:
-        ordinary = train.DistributedDataParallel
-        train.DistributedDataParallel = lambda *a, **k: ordinary(*a, bucket_cap_mb=0.05, **k)
         training = train.set_up(config, process)
         sent = []
         def hook(state: None, bucket: GradBucket) -> Future[torch.Tensor]:
@@ -261,6 +259,7 @@ def test_every_bucket_of_gradients_is_sent_once_per_optimizer_step(
     done = run(
         digits, *TORCHRUN, "--nproc-per-node=2", str(program), *DEBUG, "--epochs", "1",
         "--micro_batch_size", "8", "--accumulation_steps", "4", "--output_dir", str(tmp_path),
+        "--bucket_cap_mb", "0.05",
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     (line,) = [line for line in done.stdout.splitlines() if line.startswith("RESULT")]

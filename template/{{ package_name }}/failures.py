@@ -108,12 +108,15 @@ def leave_the_blame(error: Exception) -> None:
     if store is None:
         return
     store.set(f"lost/{my_rank()}", "")
+    if any(words in str(error) for words in GLOO_WAITED):
+        store.set("timed out", "")
     is_first = store.add("callers", 1) == 1
     store.set("roll call", "")
     deadline = time.monotonic() + ROLL_CALL_S + (0 if is_first else TORCHRUN_S)
     while not store.check(["failed"]) and time.monotonic() < deadline:
         time.sleep(0.05)
-    timed_out = any(words in str(error) for words in GLOO_WAITED)
+    # By any rank: one that has waited in vain closes its connections, which the others notice.
+    timed_out = store.check(["timed out"])
     if not store.check(["failed"]):
         expected = "lost" if timed_out else "alive"
         silent = [r for r in range(world_size()) if not store.check([f"{expected}/{r}"])]

@@ -36,7 +36,7 @@ class InMemory(Dataset[Any]):
         return len(self.y)
 
     def __getitem__(self, index: int) -> Any:
-        raise NotImplementedError
+        return self.x[index], self.y[index]
 
     def read_batch(self, indices: list[int]) -> Any:
         return self.x[indices], self.y[indices]

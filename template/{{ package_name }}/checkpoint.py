@@ -65,7 +65,7 @@ class TrainState:
         }
 
     def trained(self) -> list[str]:
-        """Return the names of the trained parameters, in the order in which AdamW counts them."""
+        """Return the names of the trained parameters; the order of AdamW's state follows from theirs."""
         return [name for name, p in self.model.named_parameters() if p.requires_grad]
 
     def load_shared(self, saved: dict[str, Any]) -> None:
@@ -79,7 +79,7 @@ class TrainState:
                 would go to others.
         """
         self.model.load_state_dict(saved["model"])
-        before, now = saved.get("trained", self.trained()), self.trained()
+        before, now = saved["trained"], self.trained()
         if before != now:
             apart = sorted(set(before) ^ set(now)) or "the same ones in another order"
             raise ValueError(f"other parameters were trained: {apart}")

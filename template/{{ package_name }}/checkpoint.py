@@ -65,7 +65,7 @@ class TrainState:
         }
 
     def trained(self) -> list[str]:
-        """Return the names of the trained parameters; the order of AdamW's state follows from theirs."""
+        """Return the names of the trained parameters; AdamW's order follows from theirs."""
         return [name for name, p in self.model.named_parameters() if p.requires_grad]
 
     def load_shared(self, saved: dict[str, Any]) -> None:

@@ -20,7 +20,8 @@ TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--standalone")
 
 def make_project(folder: Path, **answers: Any) -> Path:
     """Render a project and return its folder."""
-    generate.render(folder, answers)
+    lists = {name: list(value) for name, value in answers.items() if isinstance(value, tuple)}
+    generate.render(folder, answers | lists)
     return folder
 
 

@@ -34,6 +34,7 @@ SWITCHES: dict[str, list[Any]] = {
     "checkpoint": ["epoch", "steps", "none"],
     "save_best": [False, True],
     "tracker": ["none", "tensorboard", "wandb", "mlflow"],
+    "launchers": [(), ("ssh", "slurm"), ("kubernetes", "kubeflow")],
     "ci": [False, True],
 }
 NUMBERS: dict[str, int] = {"nodes": 100000, "gpus_per_node": 1024, "micro_batch_size": 1000000}
@@ -70,7 +71,7 @@ class Checked:
             assert isinstance(yaml.safe_load(text), dict), where
         elif path.endswith(".toml"):
             importlib.import_module("tomllib").loads(text)  # Python 3.11
-        elif path.endswith(".sh"):
+        elif path.endswith((".sh", ".sbatch")):
             shell_is_clean(text)
 
 

@@ -22,6 +22,7 @@ PROJECTS: dict[str, dict[str, Any]] = {
         "micro_batch_size": 16, "accumulation_steps": 4, "precision": "bf16",
         "checkpoint": "steps", "save_every_steps": 100, "keep_checkpoints": 2,
         "tracker": "tensorboard", "ci": True,
+        "launchers": ["ssh", "slurm", "kubernetes", "kubeflow"],
     },
 }  # fmt: skip
 

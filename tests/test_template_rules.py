@@ -105,7 +105,7 @@ def test_no_feature_of_copier_that_needs_trust() -> None:
 
 def test_conditional_names_are_few_and_plain() -> None:
     names = {path.name for path in TEMPLATE.rglob("*") if "{%" in path.name}
-    assert len(names) <= 6
+    assert len(names) <= 7
     for name in names:
         assert re.fullmatch(r"\{% if [a-z_]+ %\}[^%]+\{% endif %\}(\.jinja)?", name), name
     for path in TEMPLATE.rglob("*"):

@@ -1,0 +1,11 @@
+fail() {
+  echo "error: $1" >&2
+  exit 1
+}
+
+command -v torchrun >/dev/null ||
+  fail "torchrun is not found on $(hostname): activate the environment that torch is installed in"
+
+# Threads of each process: torchrun would set 1 and print a warning.
+cores="$(nproc)"
+export OMP_NUM_THREADS="${OMP_NUM_THREADS:-$((cores >= PROCESSES ? cores / PROCESSES : 1))}"

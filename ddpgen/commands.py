@@ -183,6 +183,72 @@ def set_answers(words: Sequence[str], dry_run: bool, yes: bool) -> None:
     update_command.set_answers(update_command.Request(path, settings, dry_run, yes))
 
 
+class _LaunchCommand(click.Command):
+    """A command that passes everything behind -- on, to the program that will be launched."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        behind = args.index("--") if "--" in args else len(args)
+        ctx.meta["arguments"] = args[behind + 1 :]
+        return super().parse_args(ctx, args[:behind])
+
+
+_LAUNCH_VALUES = (
+    ("--nodes", "N|MIN:MAX", "Machines; with MIN:MAX some may come and go (node, slurm)."),
+    ("--gpus-per-node", "N", "Processes on each, one per GPU."),
+    ("--hosts", "A,B,...", "Names of the machines, the first one first (ssh)."),
+    ("--hostfile", "FILE", "The same, one per line (ssh)."),
+    ("--partition", "NAME", "Partition (slurm)."),
+    ("--account", "NAME", "Account (slurm)."),
+    ("--time", "TIME", "Time limit, like 24:00:00 (slurm)."),
+    ("--port", "N", "Port of the first machine where all meet."),
+    ("--interface", "NAME", "Network interface to talk over, like eth0."),
+    ("--max-restarts", "N", "How often a job that failed starts again. Default: 0."),
+    ("--image", "IMAGE", "Container image (slurm with apptainer, kubernetes, kubeflow)."),
+    ("--namespace", "NAME", "Namespace (kubernetes, kubeflow)."),
+    ("--script", "FILE", "A training script of your own, from PATH."),
+    ("--module", "NAME", "The same as a module, as for python -m."),
+)
+
+
+@program.command(
+    cls=_LaunchCommand,
+    options_metavar="[OPTIONS]",
+    help=f"{COMMANDS['launch']}\n\nTARGET is local, node, ssh, slurm, kubernetes or kubeflow. PATH "
+    "is the folder of a project, whose answers are the defaults, or the one to start --script or "
+    "--module in; the current one if not given. What follows -- is for the program.",
+)
+@click.argument("target")
+@click.argument("path", default=".", metavar="[PATH] [-- ARGUMENTS]")
+@click.option("--env", multiple=True, metavar="K=V", help="A variable for it; repeatable.")
+@click.option(
+    "--setup", multiple=True, metavar="COMMAND", help="To run first, like module load; repeatable."
+)
+@click.option("--output", metavar="FILE", help="The file to write.")
+@click.option("--dry-run", is_flag=True, help="Print the file, write nothing.")
+@click.pass_context
+def launch(
+    ctx: click.Context, /, target: str, path: str, output: str | None, dry_run: bool, **flags: Any
+) -> None:
+    """Carry out `ddpgen launch`."""
+    from ddpgen import launch as launch_command
+    from ddpgen import launch_files
+
+    if target not in launch_files.FILES:
+        near = difflib.get_close_matches(target, launch_files.FILES, n=1)
+        raise _wrong_usage(
+            f"No such target: {show(target)}.", "ddpgen launch", next(iter(near), None)
+        )
+    given = {name: value for name, value in flags.items() if value not in (None, ())}
+    launch_command.launch(
+        launch_command.Request(target, path, given, ctx.meta["arguments"], output, dry_run)
+    )
+
+
+launch.params += [
+    click.Option([flag], metavar=metavar, help=text) for flag, metavar, text in _LAUNCH_VALUES
+]
+
+
 @program.command(help=COMMANDS["options"])
 @click.option("--json", "as_json", is_flag=True, help="Write JSON.")
 def options(as_json: bool) -> None:

@@ -36,6 +36,16 @@ def render(target: str, values: Mapping[str, Any]) -> str:
     return _environment().get_template(f"template/launch/{name}.jinja").render(launch=values)
 
 
+def defaults() -> dict[str, Any]:
+    """Return what the files are filled with where nothing else is said."""
+    import yaml
+
+    text = load_config(template_root())["launch"]["default"]
+    nobody = {"package_name": "train", "nodes": 1, "gpus_per_node": 1}
+    values: dict[str, Any] = yaml.safe_load(_environment().from_string(text).render(nobody))
+    return values
+
+
 @functools.lru_cache(maxsize=1)
 def _environment() -> jinja2.Environment:
     """Make Jinja read the template as copier does."""

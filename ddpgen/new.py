@@ -7,7 +7,7 @@ import shlex
 import subprocess
 import sys
 import textwrap
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -162,13 +162,13 @@ def describe(plan: Plan) -> list[str]:
     for file in plan.files:
         lines += [f"  {file}{'  (overwritten)' if file in plan.overwritten else ''}"]
     lines += ["", f"{plan.answers['project_name']} ({plan.ledger.starter} starter)", ""]
-    rows = plan.ledger.rows()
-    names = max(len(row.name) for row in rows)
-    values = max(len(row.value) for row in rows)
-    for row in rows:
-        lines += [f"  {row.name:{names}}  {row.value:{values}}  {row.derivation}"]
-    lines += [""]
-    for note in plan.ledger.notes():
+    return [*lines, *plan.ledger.lines(), *note_lines(plan.ledger.notes())]
+
+
+def note_lines(notes: Iterable[str]) -> list[str]:
+    """Write notes under a ledger, each with an empty line."""
+    lines = []
+    for note in notes:
         lines += textwrap.wrap(f"Note: {note}", 96, initial_indent="  ", subsequent_indent="  ")
         lines += [""]
     return lines

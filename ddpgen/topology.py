@@ -85,20 +85,30 @@ class Ledger:
     def rows(self) -> list[Row]:
         """Return the ledger line by line."""
         return [
-            Row("processes", f"{self.world_size:,}", self._processes()),
+            Row("processes", f"{self.world_size:,}", self.derivation),
             Row("global batch", f"{self.global_batch_size:,}", self._batch()),
             Row("learning rate", f"{self.scaled_learning_rate:.6g}", self._rate()),
             Row("precision", self.precision, self._number_format()),
             Row("checkpoint", self.checkpoint, self._policy()),
         ]
 
-    def _processes(self) -> str:
-        return f"{_count(self.nodes, 'node')} x {_count(self.gpus_per_node, 'GPU')} per node"
+    @property
+    def derivation(self) -> str:
+        """Return where the number of processes comes from."""
+        return f"{count(self.nodes, 'node')} x {count(self.gpus_per_node, 'GPU')} per node"
+
+    def lines(self) -> list[str]:
+        """Write the ledger as a table, and an empty line."""
+        rows = self.rows()
+        names = max(len(row.name) for row in rows)
+        values = max(len(row.value) for row in rows)
+        lines = [f"  {row.name:{names}}  {row.value:{values}}  {row.derivation}" for row in rows]
+        return [*lines, ""]
 
     def _batch(self) -> str:
-        steps = _count(self.accumulation_steps, "accumulation step")
-        processes = _count(self.world_size, "process", "processes")
-        samples = _count(self.micro_batch_size, "sample")
+        steps = count(self.accumulation_steps, "accumulation step")
+        processes = count(self.world_size, "process", "processes")
+        samples = count(self.micro_batch_size, "sample")
         return f"{samples} per GPU x {steps} x {processes}"
 
     def _rate(self) -> str:
@@ -121,7 +131,7 @@ class Ledger:
             return "never saved; a killed run starts again"
         when = "after every epoch"
         if self.checkpoint == "steps":
-            when = f"every {_count(self.save_every_steps or 0, 'optimizer step')} and at the end"
+            when = f"every {count(self.save_every_steps or 0, 'optimizer step')} and at the end"
         keep = self.keep_checkpoints or 0
         kept = "the newest is kept" if keep == 1 else f"the newest {keep:,} are kept"
         return f"{when}; {kept}{', and the best' if self.save_best else ''}"
@@ -138,7 +148,7 @@ class Ledger:
                 "false in configs/train.yaml, or your own data is larger."
             )
         elif self.starter == "vision" and self.global_batch_size * FEW_STEPS > DIGITS:
-            steps = _count(DIGITS // self.global_batch_size, "optimizer step")
+            steps = count(DIGITS // self.global_batch_size, "optimizer step")
             notes.append(
                 f"The global batch of {self.global_batch_size:,} is large for the {DIGITS:,} "
                 f"training digits of the vision starter: {steps} per epoch."
@@ -148,5 +158,6 @@ class Ledger:
         return notes
 
 
-def _count(number: int, one: str, many: str = "") -> str:
+def count(number: int, one: str, many: str = "") -> str:
+    """Write a number with its noun."""
     return f"{number:,} {one if number == 1 else many or one + 's'}"

@@ -6,6 +6,7 @@ COMMANDS = {
     "new": "Write a project into a new folder, PATH.",
     "update": "Bring a project to this ddpgen's template, with your edits kept.",
     "set": "Change answers of a project.",
+    "launch": "Write a launch file for more machines, also for a script of your own.",
     "options": "Explain every question and its choices.",
     "demo": "Write a default project and train it.",
     "sync": "Put the template where plain `copier update` finds it.",

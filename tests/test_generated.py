@@ -19,6 +19,7 @@ from tests.projects import (
     asked,
     environment,
     every_pair,
+    files_of,
     is_running,
     make_project,
     metrics,
@@ -313,18 +314,37 @@ if __name__ == "__main__":
 """
 
 
-def test_a_restart_by_torchrun_goes_on(digits: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("resume", ["auto", "none"])
+def test_a_restart_by_torchrun_goes_on(digits: Path, tmp_path: Path, resume: str) -> None:
     """torchrun keeps its store, and in it the addresses of the processes that are gone."""
     program = digits / "restarted.py"
     program.write_text(RESTARTED.format(package=package_of(digits)))
     done = run(
         digits, *TORCHRUN, "--max-restarts=1", "--nproc-per-node=2", str(program), *DEBUG,
-        "--epochs", "1", "--output_dir", str(tmp_path),
+        "--epochs", "1", "--output_dir", str(tmp_path), "--resume", resume,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     assert "failed: ValueError: boom" in done.stderr
     assert f"going on with {tmp_path}/debug-001" in done.stdout
     assert [folder.name for folder in tmp_path.iterdir()] == ["debug-001"]
+
+
+def test_a_finished_job_that_is_started_again_does_nothing(digits: Path, tmp_path: Path) -> None:
+    """A scheduler may start a job again that ended just when it was warned of its time limit."""
+    command = (
+        *TORCHRUN[:-1], "--nproc-per-node=2", "--rdzv-id=job-7",
+        "-m", f"{package_of(digits)}.train", *DEBUG, "--epochs", "1", "--output_dir", str(tmp_path),
+    )  # fmt: skip
+    first = run(digits, *command)
+    before = files_of(tmp_path)
+    again = run(digits, *command)
+    assert (first.returncode, again.returncode) == (0, 0), again.stderr
+    assert f"going on with {tmp_path}/debug-001" in again.stdout
+    assert "step " not in again.stdout.replace("finished after step", "")
+    written = {name for name, content in files_of(tmp_path).items() if before.get(name) != content}
+    assert all(
+        "logs/" in name or name.endswith(("config.yaml", "environment.json")) for name in written
+    )
 
 
 def test_a_signal_saves_and_the_same_command_goes_on(digits: Path, tmp_path: Path) -> None:

@@ -41,7 +41,7 @@ def made(path: str) -> dict[str, object]:
 
 def test_enter_takes_every_default(ddpgen: Ddpgen, cwd: Path, keys: Callable[[str], None]) -> None:
     ddpgen("new", "d", "--defaults", "--yes")
-    keys(ENTER * 14)
+    keys(ENTER * 15)
     result = ddpgen("new", "p")
     assert result.code == 0, result.err
     assert result.err.startswith(
@@ -57,7 +57,8 @@ def test_every_kind_of_answer(ddpgen: Ddpgen, cwd: Path, keys: Callable[[str], N
     keys(f"{CLEAR}2{ENTER}{ENTER}{ENTER}{ENTER}")  # nodes; three defaults
     keys(DOWN + ENTER)  # precision: bf16
     keys(DOWN + ENTER)  # checkpoint: steps, so that save_every_steps is asked
-    keys(f"{CLEAR}7{ENTER}{ENTER}n{ENTER}y")  # save_every_steps, keep, save_best, tracker, ci
+    keys(f"{CLEAR}7{ENTER}{ENTER}n{ENTER}")  # save_every_steps, keep, save_best, tracker
+    keys(f"{DOWN} {ENTER}y")  # launchers: slurm; ci
     result = ddpgen("new", "p")
     assert result.code == 0, result.err
     assert made("p") == {
@@ -74,6 +75,7 @@ def test_every_kind_of_answer(ddpgen: Ddpgen, cwd: Path, keys: Callable[[str], N
         "keep_checkpoints": 3,
         "save_best": False,
         "tracker": "none",
+        "launchers": ["slurm"],
         "ci": True,
     }
 
@@ -94,7 +96,7 @@ def test_what_was_given_is_not_asked(
 def test_a_wrong_answer_is_asked_again(
     ddpgen: Ddpgen, cwd: Path, keys: Callable[[str], None]
 ) -> None:
-    keys(ENTER * 3 + f"{CLEAR}0{ENTER}{CLEAR}abc{ENTER}{CLEAR}4{ENTER}" + ENTER * 10)
+    keys(ENTER * 3 + f"{CLEAR}0{ENTER}{CLEAR}abc{ENTER}{CLEAR}4{ENTER}" + ENTER * 11)
     assert ddpgen("new", "p").code == 0
     assert made("p")["nodes"] == 4
 
@@ -118,7 +120,7 @@ def test_wrong_flags_are_refused_before_the_first_question(
 def test_a_flag_may_wait_for_an_answer(
     ddpgen: Ddpgen, cwd: Path, keys: Callable[[str], None]
 ) -> None:
-    keys(ENTER * 9 + DOWN + ENTER * 6)  # checkpoint: steps
+    keys(ENTER * 9 + DOWN + ENTER * 7)  # checkpoint: steps
     assert ddpgen("new", "p", "--save-every-steps", "9").code == 0
     assert made("p")["save_every_steps"] == 9
 
@@ -127,7 +129,7 @@ def test_a_flag_that_the_answers_make_idle_is_left_out_aloud(
     ddpgen: Ddpgen, cwd: Path, keys: Callable[[str], None]
 ) -> None:
     """An error here would throw all answers away."""
-    keys(ENTER * 14)
+    keys(ENTER * 15)
     result = ddpgen("new", "p", "--save-every-steps", "9")
     assert result.code == 0, result.err
     assert (
@@ -147,7 +149,7 @@ def test_the_gpus_of_this_machine_are_offered(
     default: int,
 ) -> None:
     monkeypatch.setattr(new, "visible_gpus", lambda: gpus)
-    keys(ENTER * 14)
+    keys(ENTER * 15)
     assert ddpgen("new", "p").code == 0
     assert made("p")["gpus_per_node"] == default
 
@@ -242,7 +244,7 @@ def test_leaving_at_the_last_word_on_a_real_terminal(cwd: Path) -> None:
 def test_results_can_be_redirected_while_questions_are_asked(cwd: Path) -> None:
     command = f"{sys.executable} -m ddpgen new p >result.txt"
     child = spawn(cwd, "-c", command, program="/bin/sh")
-    for _ in range(14):
+    for _ in range(15):
         child.send(ENTER)
     child.expect_exact("Write them? [Y/n]:")
     child.send(ENTER)

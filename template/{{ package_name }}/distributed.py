@@ -34,6 +34,7 @@ class Process:
     Attributes:
         rank: Number of this process, 0 to world_size - 1. Decides which samples it trains on.
         local_rank: Number of this process on its machine. Decides which GPU it uses, nothing else.
+        node: Number of its machine.
         world_size: Number of processes in the job.
         local_world_size: Number of processes on this machine.
         device: This process's GPU, or the CPU.
@@ -42,6 +43,7 @@ class Process:
 
     rank: int
     local_rank: int
+    node: int
     world_size: int
     local_world_size: int
     device: torch.device
@@ -93,6 +95,7 @@ def process_group(device: str = "auto", timeout_s: float = 600.0) -> Iterator[Pr
     yield Process(
         rank=dist.get_rank(),
         local_rank=local_rank,
+        node=int(os.environ.get("GROUP_RANK", 0)),
         world_size=dist.get_world_size(),
         local_world_size=local_world_size,
         device=my_device,

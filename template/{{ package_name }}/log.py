@@ -27,7 +27,7 @@ class TerminalHandler(logging.Handler):
 
 
 def set_up_logging(folder: Path, process: Process) -> None:
-    """Send records to FOLDER/rank-N.log; those of rank 0, and all warnings, to the terminal too."""
+    """Send records to a file of this rank; rank 0, and all warnings, to the terminal too."""
     folder.mkdir(parents=True, exist_ok=True)  # machines may have no common disk
     logger.setLevel(logging.DEBUG)  # the files have more than the terminal
     logger.propagate = False
@@ -35,7 +35,7 @@ def set_up_logging(folder: Path, process: Process) -> None:
     terminal = TerminalHandler(logging.INFO if process.is_main else logging.WARNING)
     prefix = "" if process.is_main else f"[rank {process.rank}] "
     terminal.setFormatter(logging.Formatter(prefix + "%(message)s"))
-    to_file = logging.FileHandler(folder / f"rank-{process.rank}.log")
+    to_file = logging.FileHandler(folder / f"node-{process.node}-rank-{process.rank}.log")
     to_file.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
     logger.addHandler(terminal)
     logger.addHandler(to_file)

@@ -5,7 +5,7 @@ runs/train-001/
     environment.json    machine, versions and devices of every rank
     metrics.jsonl       one line per log interval and per epoch
     status.json         running, stopped, failed or finished, and why
-    logs/               one file per rank
+    logs/               one file per rank, with machine and rank in its name
     checkpoints/        step-00000120.pt and its .json, last.json, best.json
 """
 
@@ -51,7 +51,8 @@ class RunFolder:
 
         A launcher's exit code does not tell a preempted run from a failed one; this file does.
         """
-        write_atomically(self.path / "status.json", json.dumps({"state": state, **details}) + "\n")
+        status = {"state": state, "job": job_id(), **details}
+        write_atomically(self.path / "status.json", json.dumps(status) + "\n")
 
 
 def open_run_folder(config: Config, process: Process) -> RunFolder:
@@ -67,23 +68,62 @@ def open_run_folder(config: Config, process: Process) -> RunFolder:
 
 def choose_run_folder(config: Config) -> RunFolder:
     """Find or make the run's folder, and lock it against a second job. Call on rank 0."""
+    own = run_of_this_job(config)
+    if own is not None:
+        return go_on_with(config, own)
     if config.resume not in ("auto", "none"):
         return resume_from_path(config, Path(config.resume))
     newest = newest_run(Path(config.output_dir), config.run_name)
     if config.resume == "none" or newest is None or read_status(newest) in ("finished", None):
         return new_run_folder(config)
-    if not lock(newest):
-        return new_run_folder(config, f"{newest} is in use by another job; this is a new run")
-    changes = changed_settings(read_config(newest), config.to_dict())
+    return go_on_with(config, newest)
+
+
+def go_on_with(config: Config, path: Path) -> RunFolder:
+    """Take the run folder `path`; if it is in use or has other settings, a new one."""
+    if not lock(path):
+        return new_run_folder(config, f"{path} is in use by another job; this is a new run")
+    changes = changed_settings(read_config(path), config.to_dict())
     if changes:
         release_last_lock()
         listed = ", ".join(f"{k}: {old} -> {new}" for k, (old, new) in changes.items())
         return new_run_folder(
             config,
-            f"{newest} is unfinished but has other settings ({listed}); this is a new run",
-            f"to go on with the old one under the new settings: --resume {newest}",
+            f"{path} is unfinished but has other settings ({listed}); this is a new run",
+            f"to go on with the old one under the new settings: --resume {path}",
         )
-    return RunFolder(newest, newest / "checkpoints", (f"going on with {newest}",))
+    load_from = path / "checkpoints"
+    if not any(load_from.iterdir()) and Path(config.resume).is_file():
+        load_from = Path(config.resume)  # it ended before its first checkpoint
+    return RunFolder(path, load_from, (f"going on with {path}",))
+
+
+def run_of_this_job(config: Config) -> Path | None:
+    """Return the run of an earlier start of this job, if the launcher starts it again.
+
+    Whatever `resume` says: it was said once, for the first start.
+    """
+    job = job_id()
+    if job is None or is_first_start_under_slurm():
+        return None
+    parent = Path(config.output_dir)
+    for number in range(highest_number(parent, config.run_name), 0, -1):
+        path = parent / f"{config.run_name}-{number:03d}"
+        if read_job(path) == job:
+            return path
+    return None
+
+
+def job_id() -> str | None:
+    """Return what the launcher calls this job, in all its starts; None if it has no name for it."""
+    name = os.environ.get("TORCHELASTIC_RUN_ID", "none")
+    return None if name == "none" else name
+
+
+def is_first_start_under_slurm() -> bool:
+    """Return whether Slurm starts this job for the first time: its numbers come round again."""
+    counts = (os.environ.get(f"{who}_RESTART_COUNT", "0") for who in ("SLURM", "TORCHELASTIC"))
+    return "SLURM_JOB_ID" in os.environ and set(counts) == {"0"}
 
 
 def resume_from_path(config: Config, path: Path) -> RunFolder:
@@ -154,6 +194,12 @@ def read_status(path: Path) -> str | None:
     """Return the state of a run, or None if `path` is not a run folder of this project."""
     file = path / "status.json"
     return str(json.loads(file.read_text())["state"]) if file.is_file() else None
+
+
+def read_job(path: Path) -> str | None:
+    """Return the job that a run was last part of."""
+    file = path / "status.json"
+    return json.loads(file.read_text()).get("job") if file.is_file() else None
 
 
 def newest_run(parent: Path, name: str) -> Path | None:

@@ -10,7 +10,7 @@ import pytest
 
 from tests.projects import ROOT
 
-TABLES = sorted((ROOT / "docs").glob("*.md"))
+TABLES = [ROOT / f"docs/{name}.md" for name in ("invariants", "failure_cases", "updates")]
 CASES = [
     [cell.strip() for cell in line.strip("| \n").split(" | ")]
     for line in (ROOT / "docs/failure_cases.md").read_text().splitlines()

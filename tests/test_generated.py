@@ -332,8 +332,8 @@ def test_a_restart_by_torchrun_goes_on(digits: Path, tmp_path: Path, resume: str
 def test_a_finished_job_that_is_started_again_does_nothing(digits: Path, tmp_path: Path) -> None:
     """A scheduler may start a job again that ended just when it was warned of its time limit."""
     command = (
-        *TORCHRUN[:-1], "--nproc-per-node=2", "--rdzv-id=job-7",
-        "-m", f"{package_of(digits)}.train", *DEBUG, "--epochs", "1", "--output_dir", str(tmp_path),
+        *TORCHRUN[:-1], "--rdzv-backend=c10d", "--rdzv-endpoint=localhost:0", "--rdzv-id=job-7",
+        "--nproc-per-node=2", "-m", f"{package_of(digits)}.train", *DEBUG, "--epochs", "1", "--output_dir", str(tmp_path),
     )  # fmt: skip
     first = run(digits, *command)
     before = files_of(tmp_path)

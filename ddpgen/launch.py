@@ -25,8 +25,8 @@ FOR_TARGET = {
     "node": ("nodes", "port", "interface"),
     "ssh": ("nodes", "hosts", "hostfile", "port", "interface"),
     "slurm": ("nodes", "partition", "account", "time", "port", "interface", "image"),
-    "kubernetes": ("nodes", "port", "image", "namespace"),
-    "kubeflow": ("nodes", "image", "namespace"),
+    "kubernetes": ("nodes", "port", "interface", "image", "namespace"),
+    "kubeflow": ("nodes", "interface", "image", "namespace"),
 }
 START = {
     "local": "bash {file}",

@@ -1130,14 +1130,3 @@ def test_the_workflow_opens_a_pull_request(
 
 
 # The project goes on
-
-
-@pytest.mark.slow
-def test_an_updated_project_passes_its_own_tests(two: Release, p: Path, cwd: Path) -> None:
-    make_edits(p)
-    keep(p)
-    two.ddpgen("update", "p", cwd=cwd)
-    from .projects import run
-
-    done = run(p, sys.executable, "-m", "pytest", "-q", "-x", timeout_s=550)
-    assert done.returncode == 0, done.stdout[-3000:]

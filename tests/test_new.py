@@ -25,7 +25,8 @@ ALL = (
     "--starter vision|text, --nodes N, --gpus-per-node N, --micro-batch-size N, "
     "--accumulation-steps N, --precision fp32|bf16|fp16, --sync-batchnorm/--no-sync-batchnorm, "
     "--checkpoint epoch|steps|none, --keep-checkpoints N, --save-best/--no-save-best, "
-    "--tracker none|tensorboard|wandb|mlflow, --ci/--no-ci"
+    "--tracker none|tensorboard|wandb|mlflow, "
+    "--launchers ssh|slurm|kubernetes|kubeflow (several: a,b), --ci/--no-ci"
 )
 BIG = [
     *("--set", "nodes=2", "--set", "gpus_per_node=8"),
@@ -85,6 +86,7 @@ def test_what_later_updates_need_is_recorded(ddpgen: Ddpgen, cwd: Path) -> None:
         "keep_checkpoints": 3,
         "save_best": True,
         "tracker": "none",
+        "launchers": [],
         "ci": False,
     }
 
@@ -299,11 +301,12 @@ def test_all_answers_given_need_neither_terminal_nor_defaults(ddpgen: Ddpgen, cw
 @pytest.mark.parametrize(
     ("given", "count", "flags"),
     [
-        ("", "12 answers are", ALL),
-        ("--starter text --nodes 1 --checkpoint none", "6 answers are",
+        ("", "13 answers are", ALL),
+        ("--starter text --nodes 1 --checkpoint none", "7 answers are",
          "--gpus-per-node N, --micro-batch-size N, --accumulation-steps N, "
-         "--precision fp32|bf16|fp16, --tracker none|tensorboard|wandb|mlflow, --ci/--no-ci"),
-        ("--checkpoint steps", "12 answers are",
+         "--precision fp32|bf16|fp16, --tracker none|tensorboard|wandb|mlflow, "
+         "--launchers ssh|slurm|kubernetes|kubeflow (several: a,b), --ci/--no-ci"),
+        ("--checkpoint steps", "13 answers are",
          ALL.replace("--checkpoint epoch|steps|none", "--save-every-steps N")),
     ],
 )  # fmt: skip

@@ -18,7 +18,7 @@ from .conftest import ROOT, Ddpgen
 NAMES = (
     "project_name, package_name, starter, nodes, gpus_per_node, micro_batch_size, "
     "accumulation_steps, precision, sync_batchnorm, checkpoint, save_every_steps, "
-    "keep_checkpoints, save_best, tracker, ci"
+    "keep_checkpoints, save_best, tracker, launchers, ci"
 )
 MADE_UP = """
 _subdirectory: template

@@ -854,6 +854,7 @@ OTHER: dict[str, list[str]] = {
     "keep_checkpoints": ["keep_checkpoints=7"],
     "save_best": ["save_best=no"],
     "tracker": ["tracker=wandb"],
+    "launchers": ["launchers=ssh,slurm"],
     "ci": ["ci=no"],
 }
 
@@ -1127,6 +1128,3 @@ def test_the_workflow_opens_a_pull_request(
     offered = git(cwd / "origin.git", "show", "ddpgen-update:p/train.py")
     assert "torch.set_grad_enabled(True)" in offered
     assert "p, template v0.1.0 -> v0.2.0:" in (tmp_path / "update.txt").read_text()
-
-
-# The project goes on

@@ -1,0 +1,28 @@
+fail() {
+  echo "error: $1" >&2
+  exit 1
+}
+
+# Bash is the first process of the container: it would ignore SIGTERM, and be killed much later.
+trap 'exit 143' TERM
+
+command -v torchrun >/dev/null ||
+  fail "torchrun is not found in the image: install torch in it, or activate its environment"
+
+# Pods start in any order, and DNS learns of a new one late. Node 0 waits for its name, the others for its answer.
+ready() {
+  if ((node == 0)); then
+    getent hosts "$address"
+  else
+    timeout 5 bash -c ": <'/dev/tcp/$address/$port'"
+  fi
+}
+SECONDS=0
+until ready &>/dev/null; do
+  if ((SECONDS >= WAIT_S)); then
+    getent hosts "$address" >/dev/null ||
+      fail "$address, the name of node 0, does not resolve after $SECONDS s (WAIT_S=$WAIT_S): is its pod running? kubectl get pods"
+    fail "node 0 does not answer at $address:$port after $SECONDS s (WAIT_S=$WAIT_S): look at its log, and at the NetworkPolicies"
+  fi
+  sleep 1
+done

@@ -7,8 +7,10 @@ if possible in a PID namespace, where it is process 1 as in a container.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import itertools
+import json
 import os
 import re
 import signal
@@ -26,7 +28,7 @@ from kubernetes_validate.utils import all_versions
 
 from ddpgen import launch_files
 from ddpgen.questions import load_config, template_root
-from tests.projects import environment, is_running, make_project, metrics, status, train
+from tests.projects import environment, make_project, metrics, status, train
 from tests.test_render import shell_is_clean
 
 KINDS = ("kubernetes", "kubeflow")
@@ -231,7 +233,9 @@ def test_pods_have_what_a_training_needs(project: Path, kind: str, is_project: b
     assert volumes[mounts["/dev/shm"]]["emptyDir"] == {"medium": "Memory", "sizeLimit": "8Gi"}
     assert "claimName" in volumes[mounts[variable(documents, "RUNS")]]["persistentVolumeClaim"]
     # torchrun kills what does not leave after the one; Kubernetes kills torchrun after the other.
-    spare_s = pod["terminationGracePeriodSeconds"] - int(variable(documents, "PET_SHUTDOWN_TIMEOUT"))
+    spare_s = pod["terminationGracePeriodSeconds"] - int(
+        variable(documents, "PET_SHUTDOWN_TIMEOUT")
+    )
     assert 10 <= spare_s < 60
     # `kubectl delete -f` must not delete the runs; and no password stands in a file.
     kinds = {document["kind"] for document in documents}
@@ -291,3 +295,310 @@ def test_scripts_of_containers_are_clean(project: Path, kind: str) -> None:
         # Blank lines and comments aside, one readable command at the end
         assert script.count("torchrun --") == 1
         assert "exec torchrun" in script
+
+
+class Pod:
+    """A process that is started as Kubernetes would start the container of a pod.
+
+    Attributes:
+        pid: The container's first process, as it is numbered out here.
+    """
+
+    def __init__(self, command: list[str], cwd: Path, env: dict[str, str], log: Path) -> None:
+        self.out, self.err = log.with_suffix(".out"), log.with_suffix(".err")
+        with self.out.open("w") as out, self.err.open("w") as err:
+            self.process = subprocess.Popen(
+                [*namespace(), *command], cwd=cwd, env=env, stdin=subprocess.DEVNULL,
+                stdout=out, stderr=err, start_new_session=True,
+            )  # fmt: skip
+        self.pid = self.process.pid
+        if namespace():
+            children = Path(f"/proc/{self.pid}/task/{self.pid}/children")
+            until(lambda: bool(children.read_text().split()) or self.process.poll() is not None)
+            self.pid = int((children.read_text().split() or [str(self.pid)])[0])
+
+    def signal(self, number: int) -> None:
+        """Send a signal to the first process; SIGKILL ends all of them, as in a container."""
+        if number == signal.SIGKILL and not namespace():
+            os.killpg(self.process.pid, number)
+        else:
+            os.kill(self.pid, number)
+
+    def prints(self, text: str) -> None:
+        """Wait for a text on the standard output."""
+        until(lambda: text in self.out.read_text() or self.process.poll() is not None)
+        assert text in self.out.read_text(), self.err.read_text()
+
+    def ends(self, timeout_s: float = 60) -> int:
+        """Return the exit code, once there is one."""
+        return self.process.wait(timeout_s)
+
+
+@functools.cache
+def namespace() -> tuple[str, ...]:
+    """Return what makes a process number 1 of a PID namespace; nothing if that is impossible."""
+    command = ("unshare", "--pid", "--fork", "--kill-child", "--mount-proc")
+    try:
+        works = subprocess.run([*command, "true"], capture_output=True).returncode == 0
+    except FileNotFoundError:
+        works = False
+    return command if works else ()
+
+
+def until(condition: Callable[[], bool], timeout_s: float = 90) -> None:
+    """Wait for a condition."""
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+class Cluster:
+    """Starts the pods of a manifest on this machine."""
+
+    def __init__(self, folder: Path, scratch: Path) -> None:
+        self.folder, self.scratch = folder, scratch
+        self.runs = folder / "the 'runs'"
+        self.pods: list[Pod] = []
+
+    def start(
+        self, documents: list[dict[str, Any]], project: Path, *arguments: str, uid: str = "uid-1",
+        indices: tuple[int, ...] = (0, 1), **variables: str,
+    ) -> list[Pod]:  # fmt: skip
+        """Start the pods with these indices.
+
+        Args:
+            documents: The manifest.
+            project: The working folder of the image.
+            arguments: What somebody wrote into `args`.
+            uid: The one of the Job or TrainJob.
+            indices: Numbers of the pods.
+            variables: Values that somebody changed in the manifest.
+        """
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = str(free.getsockname()[1])
+        variables = {
+            "RUNS": str(self.runs), "CONFIG": "configs/debug.yaml", "OMP_NUM_THREADS": "1",
+            "WAIT_S": "60", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, **variables,
+        }  # fmt: skip
+        started = []
+        for index in indices:
+            env = pod_variables(documents, index, uid, variables)
+            trainer = container(documents)
+            assert trainer["args"] == []
+            command = [expanded(word, env) for word in [*trainer["command"], *arguments]]
+            log = self.scratch / f"pod-{len(self.pods)}"
+            started.append(Pod(command, project, environment(TMPDIR=str(self.scratch), **env), log))
+            self.pods += started[-1:]
+        return started
+
+    def stop(self) -> None:
+        """Leave nothing behind."""
+        for pod in self.pods:
+            if pod.process.poll() is None:
+                pod.signal(signal.SIGKILL)
+                pod.ends()
+
+
+def pod_variables(
+    documents: list[dict[str, Any]], index: int, uid: str, changed: dict[str, str]
+) -> dict[str, str]:
+    """Return the variables of a container: the manifest's, and those that the controllers add."""
+    is_trainjob = any(document["kind"] == "TrainJob" for document in documents)
+    name = documents[0]["metadata"]["name"]
+    on_pod = labels("kubeflow" if is_trainjob else "kubernetes", name, uid)
+    env: dict[str, str] = {}
+    for entry in container(documents)["env"]:
+        if "valueFrom" in entry:
+            path = entry["valueFrom"]["fieldRef"]["fieldPath"]
+            env[entry["name"]] = on_pod[re.fullmatch(r"metadata\.labels\['(.*)'\]", path)[1]]  # type: ignore[index]
+        else:
+            env[entry["name"]] = changed.get(entry["name"], expanded(entry["value"], env))
+    if not is_trainjob:
+        return env | {"JOB_COMPLETION_INDEX": str(index)}
+    trainer = container(documents)
+    return env | {
+        "PET_NNODES": str(trainer["numNodes"]),
+        "PET_NPROC_PER_NODE": str(trainer["numProcPerNode"]),
+        "PET_NODE_RANK": str(index),
+        "PET_MASTER_ADDR": changed["MASTER_ADDR"],
+        "PET_MASTER_PORT": changed["MASTER_PORT"],
+    }
+
+
+@pytest.fixture
+def cluster(tmp_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    """A machine that plays the cluster."""
+    # torchrun makes sockets in its temporary folder: the path must be short.
+    cluster = Cluster(tmp_path, tmp_path_factory.mktemp("s"))
+    yield cluster
+    cluster.stop()
+
+
+EPOCHS = ("--epochs", "8")
+
+
+@pytest.fixture(scope="module")
+def straight(project: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The run that the pods should repeat: two processes of one torchrun."""
+    runs = tmp_path_factory.mktemp("straight")
+    done = train(project, 2, "--config", "configs/debug.yaml", "--output_dir", str(runs), *EPOCHS)
+    assert done.returncode == 0, done.stderr
+    return runs / "debug-001"
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("kind", KINDS)
+def test_pods_train_stop_and_go_on_bit_for_bit(
+    project: Path, straight: Path, cluster: Cluster, kind: str
+) -> None:
+    documents = list(yaml.safe_load_all((project / f"launch/{kind}.yaml").read_text()))
+    run = cluster.runs / "debug-001"
+
+    pods = cluster.start(documents, project, *EPOCHS)
+    pods[0].prints("step     10")
+    for pod in pods:  # what Kubernetes does when the Job is deleted
+        pod.signal(signal.SIGTERM)
+    assert [pod.ends() for pod in pods] == [1, 1]  # not finished
+    stopped = status(run)
+    assert (stopped["state"], stopped["reason"]) == ("stopped", "SIGTERM")
+    assert 10 <= stopped["step"] < 88
+    assert list((run / "checkpoints").glob(f"step-{stopped['step']:08d}*.pt"))
+
+    again = cluster.start(documents, project, *EPOCHS)
+    assert [pod.ends(120) for pod in again] == [0, 0], again[0].err.read_text()
+    assert f"going on with {run}" in again[0].out.read_text()
+    assert status(run)["state"] == "finished"
+    for lines in ("train", "validation"):
+        assert metrics(run, lines) == metrics(straight, lines)
+    assert metrics(run, "validation")[-1]["accuracy"] > 0.9
+    assert [path.name for path in cluster.runs.iterdir()] == ["debug-001"]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("lost", [0, 1])
+def test_when_a_pod_is_lost_the_others_fail_soon(
+    project: Path, cluster: Cluster, lost: int
+) -> None:
+    """Then Kubernetes replaces all of them, which go on with the run."""
+    documents = list(yaml.safe_load_all((project / "launch/kubernetes.yaml").read_text()))
+    pods = cluster.start(documents, project, "--epochs", "1000")
+    pods[0].prints("step     10")
+    pods[lost].signal(signal.SIGKILL)
+    start = time.monotonic()
+    assert pods[1 - lost].ends(60) == 1
+    assert time.monotonic() - start < 40
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_name_that_does_not_resolve_is_one_clear_line(
+    project: Path, cluster: Cluster, kind: str
+) -> None:
+    documents = list(yaml.safe_load_all((project / f"launch/{kind}.yaml").read_text()))
+    start = time.monotonic()
+    pods = cluster.start(documents, project, MASTER_ADDR="node-0.invalid", WAIT_S="2")
+    assert [pod.ends() for pod in pods] == [1, 1]
+    assert time.monotonic() - start < 30
+    for pod in pods:
+        (line,) = pod.err.read_text().splitlines()
+        assert re.fullmatch(
+            r"error: node-0\.invalid, the name of node 0, does not resolve after \d+ s "
+            r"\(WAIT_S=2\): is its pod running\? kubectl get pods",
+            line,
+        )
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(120)
+def test_a_first_node_that_does_not_answer_is_one_clear_line(
+    project: Path, cluster: Cluster
+) -> None:
+    documents = list(yaml.safe_load_all((project / "launch/kubernetes.yaml").read_text()))
+    with socket.socket() as taken:  # bound, but nobody listens
+        taken.bind(("127.0.0.1", 0))
+        port = str(taken.getsockname()[1])
+        (pod,) = cluster.start(documents, project, indices=(1,), MASTER_PORT=port, WAIT_S="1")
+        assert pod.ends() == 1
+    (line,) = pod.err.read_text().splitlines()
+    assert re.fullmatch(
+        rf"error: node 0 does not answer at 127\.0\.0\.1:{port} after \d+ s \(WAIT_S=1\): look at "
+        r"its log, and at the NetworkPolicies",
+        line,
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(120)
+def test_a_waiting_pod_leaves_when_it_is_told_to(project: Path, cluster: Cluster) -> None:
+    """Process 1 of a container ignores SIGTERM unless it asks for it."""
+    if not namespace():
+        pytest.skip("no PID namespaces here")
+    documents = list(yaml.safe_load_all((project / "launch/kubernetes.yaml").read_text()))
+    (pod,) = cluster.start(documents, project, indices=(1,))
+    children = Path(f"/proc/{pod.pid}/task/{pod.pid}/children")
+    until(lambda: "sleep" in commands(children.read_text().split()))
+    pod.signal(signal.SIGTERM)
+    assert pod.ends(20) == 143
+    assert pod.err.read_text() == ""
+
+
+def commands(pids: list[str]) -> list[str]:
+    """Return the programs of processes, as far as they still exist."""
+    found = []
+    for pid in pids:
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+            found.append(Path(f"/proc/{pid}/comm").read_text().strip())
+    return found
+
+
+SCRIPT = """
+import json, os, sys
+import torch, torch.distributed as dist
+
+dist.init_process_group("gloo")
+total = torch.tensor(dist.get_rank() + 1)
+dist.all_reduce(total)
+told = [os.environ[name] for name in ("TORCHELASTIC_RUN_ID", "A")]
+print(json.dumps([dist.get_rank(), int(total), *told, sys.argv]), flush=True)
+dist.barrier()
+os._exit(0)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("kind", KINDS)
+def test_any_script_gets_its_arguments_and_the_jobs_identity(
+    tmp_path: Path, cluster: Cluster, kind: str
+) -> None:
+    project = tmp_path / "image"
+    project.mkdir()
+    (project / "my train.py").write_text(SCRIPT)
+    documents = manifest(
+        kind, program="-- 'my train.py' --lr 0.1 --log '$(NODES) $HOME'", logs="'lo gs'",
+        env_pairs=[("A", ODD[10])], setup=['echo "set up on $(whoami)"'],
+    )  # fmt: skip
+    pods = cluster.start(documents, project, "--name", "a 'b'", "--", "ü", uid="uid-7")
+    assert [pod.ends() for pod in pods] == [0, 0], pods[0].err.read_text()
+    arguments = [
+        "my train.py",
+        "--lr",
+        "0.1",
+        "--log",
+        "$(NODES) $HOME",
+        "--name",
+        "a 'b'",
+        "--",
+        "ü",
+    ]
+    for rank, pod in enumerate(pods):
+        first, line = pod.out.read_text().splitlines()
+        assert first.startswith("set up on ")
+        assert json.loads(line.partition("]:")[2]) == [rank, 3, "uid-7", ODD[10], arguments]
+        (log,) = (cluster.runs / "lo gs" / f"node-{rank}").rglob("stdout.log")
+        assert json.loads(log.read_text()) == json.loads(line.partition("]:")[2])

@@ -533,8 +533,8 @@ def test_a_first_node_that_does_not_answer_is_one_clear_line(
         assert pod.ends() == 1
     (line,) = pod.err.read_text().splitlines()
     assert re.fullmatch(
-        rf"error: node 0 does not answer at 127\.0\.0\.1:{port} after \d+ s \(WAIT_S=1\): look at "
-        r"its log, and at the NetworkPolicies",
+        rf"error: node 0 does not answer at 127\.0\.0\.1:{port} after \d+ s \(WAIT_S=1\): see its "
+        r"log, and the NetworkPolicies",
         line,
     )
 

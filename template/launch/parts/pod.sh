@@ -9,7 +9,8 @@ trap 'exit 143' TERM
 command -v torchrun >/dev/null ||
   fail "torchrun is not found in the image: install torch in it, or activate its environment"
 
-# Pods start in any order, and DNS learns of a new one late. Node 0 waits for its name, the others for its answer.
+# Pods start in any order, and DNS learns of a new one late. Node 0 waits until its name is known, the
+# others until it answers.
 ready() {
   if ((node == 0)); then
     getent hosts "$address"
@@ -20,9 +21,10 @@ ready() {
 SECONDS=0
 until ready &>/dev/null; do
   if ((SECONDS >= WAIT_S)); then
+    waited="$SECONDS s (WAIT_S=$WAIT_S)"
     getent hosts "$address" >/dev/null ||
-      fail "$address, the name of node 0, does not resolve after $SECONDS s (WAIT_S=$WAIT_S): is its pod running? kubectl get pods"
-    fail "node 0 does not answer at $address:$port after $SECONDS s (WAIT_S=$WAIT_S): look at its log, and at the NetworkPolicies"
+      fail "$address, the name of node 0, does not resolve after $waited: is its pod running? kubectl get pods"
+    fail "node 0 does not answer at $address:$port after $waited: see its log, and the NetworkPolicies"
   fi
   sleep 1
 done

@@ -412,6 +412,9 @@ def pod_variables(
     for entry in container(documents)["env"]:
         if "valueFrom" in entry:
             path = entry["valueFrom"]["fieldRef"]["fieldPath"]
+            if path == "status.podIP":
+                env[entry["name"]] = changed.get("POD_IP", "127.0.0.1")
+                continue
             env[entry["name"]] = on_pod[re.fullmatch(r"metadata\.labels\['(.*)'\]", path)[1]]  # type: ignore[index]
         else:
             env[entry["name"]] = changed.get(entry["name"], expanded(entry["value"], env))
@@ -537,6 +540,19 @@ def test_a_first_node_that_does_not_answer_is_one_clear_line(
         r"log, and the NetworkPolicies",
         line,
     )
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(120)
+def test_a_name_that_still_means_the_pod_before_is_not_used(
+    project: Path, cluster: Cluster
+) -> None:
+    """After a restart DNS may give the old address for half a minute."""
+    documents = list(yaml.safe_load_all((project / "launch/kubernetes.yaml").read_text()))
+    (pod,) = cluster.start(documents, project, indices=(0,), POD_IP="127.0.0.7", WAIT_S="1")
+    assert pod.ends() == 1
+    (line,) = pod.err.read_text().splitlines()
+    assert line.startswith("error: 127.0.0.1 resolves, but not to this pod, 127.0.0.7, after ")
 
 
 @pytest.mark.slow

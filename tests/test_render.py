@@ -68,7 +68,7 @@ class Checked:
             ast.parse(text)
             self.python[path.replace(package, "package", 1)] = content
         elif path.endswith((".yaml", ".yml")):
-            assert isinstance(yaml.safe_load(text), dict), where
+            assert all(isinstance(document, dict) for document in yaml.safe_load_all(text)), where
         elif path.endswith(".toml"):
             importlib.import_module("tomllib").loads(text)  # Python 3.11
         elif path.endswith((".sh", ".sbatch")):

@@ -7,7 +7,7 @@ import time
 from pathlib import Path
 from types import FrameType
 
-from .distributed import Process, agree_on
+from .distributed import Process, agree_on, gather_objects
 
 # A request is noticed after about this time, and within 100 steps in any case.
 LATENCY_S = 1.0
@@ -17,6 +17,9 @@ ECHO_S = 1.0
 
 # Slurm (the first two), Kubernetes, a terminal and a closed connection, in this order.
 STOP_SIGNALS = ("SIGUSR1", "SIGUSR2", "SIGTERM", "SIGINT", "SIGHUP")
+
+# Those that end torchrun too. The other two are for the training alone.
+LAUNCHER_SIGNALS = ("SIGTERM", "SIGINT", "SIGHUP")
 
 # What is left of a long Slurm allocation when the run stops by itself, for the last checkpoint.
 SLURM_MARGIN_S = 120.0
@@ -75,6 +78,19 @@ class StopRequest:
             self.reason = self.reason or f"the file {self.file.name}"
         self.agreed = agree_on(bool(self.reason), process)
         return self.agreed
+
+    def pass_on(self, process: Process) -> None:
+        """Pass on to this machine's torchrun what has ended that of another one. Collective.
+
+        Otherwise it waits five minutes for the other, and ends with 0, as if the training had
+        finished: Kubernetes would not start this machine's part again.
+        """
+        machine = os.environ.get("GROUP_RANK")  # torchrun's number of it
+        asked = gather_objects((machine, self.reason), process)
+        here = any(reason for where, reason in asked if where == machine)
+        elsewhere = any(reason in LAUNCHER_SIGNALS for _, reason in asked)
+        if elsewhere and not here and process.local_rank == 0:
+            os.kill(os.getppid(), signal.SIGTERM)
 
     def is_due(self, step: int) -> bool:
         """Return whether the ranks should ask each other after this step."""

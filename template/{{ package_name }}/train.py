@@ -464,6 +464,7 @@ def finish(training: Training) -> None:
     training.writer.finish(training.process)
     finished = state.epoch == training.config.epochs
     reasons = [reason for reason in gather_objects(stop.reason, training.process) if reason]
+    stop.pass_on(training.process)
     training.log.close()
     if not training.process.is_main:
         return

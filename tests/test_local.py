@@ -78,6 +78,8 @@ def test_one_process_per_gpu_that_may_be_used(project: Path) -> None:
     assert found == counts
     program(project.parent / "bin/nvidia-smi", "#!/bin/sh\necho broken; exit 9\n")
     assert processes(launched(project)) == 5
+    program(project.parent / "bin/nvidia-smi", "#!/bin/sh\nexec sleep 60\n")
+    assert processes(launched(project)) == 5
 
 
 def test_a_missing_torchrun_is_one_line(project: Path) -> None:

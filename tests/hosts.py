@@ -104,17 +104,21 @@ class Host:
         ).stdout  # fmt: skip
 
     def processes(self) -> dict[int, str]:
-        """Return pids and command lines on this host, but for its first process and sshd."""
-        space = os.readlink(f"/proc/{self.pid}/ns/pid")
+        """Return pids and command lines on this host, but for its first process and sshd.
+
+        Those of a launching shell too.
+        """
+        space = os.readlink(f"/proc/{self.pid}/ns/net")
         found = {}
         for entry in Path("/proc").iterdir():
             try:
-                if not entry.name.isdecimal() or os.readlink(entry / "ns/pid") != space:
+                if not entry.name.isdecimal() or os.readlink(entry / "ns/net") != space:
                     continue
                 command = (entry / "cmdline").read_bytes().replace(b"\0", b" ").decode()
             except (FileNotFoundError, ProcessLookupError, PermissionError):
                 continue
-            if command and int(entry.name) != self.pid and "sshd" not in command.split(" ")[0]:
+            own = int(entry.name) in (self.pid, self.unshare.pid)
+            if command and not own and "sshd" not in command.split(" ")[0]:
                 found[int(entry.name)] = command
         return found
 

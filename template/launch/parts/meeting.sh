@@ -6,7 +6,9 @@ if [[ -n $INTERFACE ]]; then
 fi
 
 # What is wrong here would show minutes later otherwise, and as a timeout.
-[[ $MASTER_PORT =~ ^[1-9][0-9]{0,4}$ ]] || fail "MASTER_PORT=$MASTER_PORT: set it to a number from 1 to 65535"
+if [[ ! $MASTER_PORT =~ ^[1-9][0-9]{0,4}$ ]] || ((MASTER_PORT > 65535)); then
+  fail "MASTER_PORT=$MASTER_PORT: set it to a number from 1 to 65535"
+fi
 addresses="$(getent ahosts "$MASTER_ADDR" | awk '!seen[$1]++ { print $1 }' || true)"
 [[ -n $addresses ]] ||
   fail "$(uname -n) cannot resolve MASTER_ADDR=$MASTER_ADDR: set it to the name or address of the first machine"

@@ -272,9 +272,7 @@ def end_with_the_tests() -> None:
 def join(bed: Bed) -> None:
     """Lay the cable."""
     one, other = bed.hosts.values()
-    command = (
-        f"ip link add {CABLE} netns {one.pid} type veth peer name {CABLE} netns {other.pid}"
-    )
+    command = f"ip link add {CABLE} netns {one.pid} type veth peer name {CABLE} netns {other.pid}"
     subprocess.run(shlex.split(command), check=True, timeout=30)
     for host in bed.hosts.values():
         host.run("ip", "address", "add", f"{host.address}/24", "dev", CABLE)

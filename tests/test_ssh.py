@@ -11,7 +11,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-import pexpect
+import pexpect  # type: ignore[import-untyped]
 import pytest
 import yaml
 
@@ -273,13 +273,15 @@ def test_a_mistake_is_said_in_one_line(
 
 def test_a_port_that_is_taken(bed: Bed, project: Path, tmp_path: Path) -> None:
     """By a program that listens somewhere else than at the address of the job."""
-    listen = "import socket; s = socket.create_server(('127.0.0.1', 23456)); print(1, flush=True); input()"
+    listen = (
+        "import socket; s = socket.create_server(('127.0.0.1', 23456)); print(flush=True); input()"
+    )
     with subprocess.Popen(
         bed.alpha.enter("python3", "-c", listen), text=True,
         stdin=subprocess.PIPE, stdout=subprocess.PIPE,
     ) as other:  # fmt: skip
         assert other.stdout is not None
-        other.stdout.readline()
+        other.stdout.read(1)
         job = bed.launch(script_of(project), "--output_dir", str(tmp_path), MASTER_PORT="23456")
         _, err = job.communicate(timeout=60)
         other.communicate("\n")

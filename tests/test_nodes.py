@@ -247,9 +247,13 @@ def in_a_network_of_its_own(
 
 def test_a_first_machine_behind_a_wall(project: Path) -> None:
     """Nobody refuses the connection, and nobody answers."""
-    wall = "ip link add wall type dummy && ip address add 203.0.113.1/24 dev wall"
+    wall = (
+        "ip link add wall type veth peer name behind && ip address add 203.0.113.1/24 dev wall && "
+        "ip link set behind up && ip link set wall up && "
+        "ip neighbour add 203.0.113.7 lladdr 02:00:00:00:00:01 dev wall"
+    )
     done = in_a_network_of_its_own(
-        project, f"{wall} && ip link set wall up", "bash", "launch/node.sh",
+        project, wall, "bash", "launch/node.sh",
         NODES="2", NODE_RANK="1", MASTER_ADDR="203.0.113.7", WAIT_S="4",
     )  # fmt: skip
     assert done.returncode == 1

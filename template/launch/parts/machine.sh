@@ -7,5 +7,5 @@ command -v torchrun >/dev/null ||
   fail "torchrun is not found on $(hostname): activate the environment that torch is installed in"
 
 # Threads of each process: torchrun would set 1 and print a warning.
-cores="$(nproc)"
+cores="${SLURM_CPUS_PER_TASK:-$(nproc)}"
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-$((cores >= PROCESSES ? cores / PROCESSES : 1))}"

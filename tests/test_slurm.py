@@ -132,7 +132,7 @@ def test_a_job_trains_on_two_machines_with_two_processes_each(
     assert status(folder)["state"] == "finished"
     ranks = json.loads((folder / "environment.json").read_text())
     assert [rank["host"] for rank in ranks] == ["n1", "n1", "n2", "n2"]
-    (*_, last) = metrics(folder, "validation")
+    *_, last = metrics(folder, "validation")
     assert (last["samples"], last["accuracy"] > 0.9) == (359, True)
     assert "4 on 2 machine(s)" in printed
     assert not re.search(r"warning|error|\[W", printed), printed
@@ -231,9 +231,7 @@ def test_jobs_on_the_same_machines_do_not_meet(cluster: Cluster, project: Path) 
     first = submit(
         cluster, project, "--array=7,9", SCRIPT, "--epochs", "2", "--output_dir", "array"
     )
-    numbers = cluster.run(
-        "squeue", "--noheader", "--format=%A", "--array"
-    ).split()
+    numbers = cluster.run("squeue", "--noheader", "--format=%A", "--array").split()
     assert len(set(numbers)) == 2
     for number in numbers:
         task = cluster.job(number)["ArrayTaskId"]
@@ -288,7 +286,7 @@ def test_any_program_gets_its_arguments_and_cores(cluster: Cluster, tmp_path: Pa
     values = VALUES | {"env": ["A=1", "B='x y'"], "setup": ["B+=!"]}
     (tmp_path / "job.sbatch").write_text(launch_files.render("slurm", values))
     (tmp_path / "wait").touch()
-    arguments = ["a b", "it's \"ü\" $x", "", "--log", "--", "*"]
+    arguments = ["a b", 'it\'s "ü" $x', "", "--log", "--", "*"]
     options = ("--cpus-per-task=6", "--gpus-per-node=3", "job.sbatch")
     number = cluster.submit(tmp_path, *options, *arguments, OMP_NUM_THREADS=None)
     wait_for("all have begun", lambda: cluster.output(number).count("FACTS") == 6)

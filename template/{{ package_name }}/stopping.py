@@ -21,6 +21,9 @@ STOP_SIGNALS = ("SIGUSR1", "SIGUSR2", "SIGTERM", "SIGINT", "SIGHUP")
 # Those that end torchrun too. The other two are for the training alone.
 LAUNCHER_SIGNALS = ("SIGTERM", "SIGINT", "SIGHUP")
 
+# Within this time torchrun stops the processes of all machines of an elastic job, once it does so on one.
+ELASTIC_S = 10.0
+
 # What is left of a long Slurm allocation when the run stops by itself, for the last checkpoint.
 SLURM_MARGIN_S = 120.0
 
@@ -89,7 +92,15 @@ class StopRequest:
         asked = gather_objects((machine, self.reason), process)
         here = any(reason for where, reason in asked if where == machine)
         elsewhere = any(reason in LAUNCHER_SIGNALS for _, reason in asked)
-        if elsewhere and not here and process.local_rank == 0:
+        if not elsewhere or here or process.local_rank != 0:
+            return
+        # When a machine comes or goes, torchrun stops the processes everywhere to start them again.
+        # It is about to do so here: a process that ends before would look like one that is done.
+        if is_elastic():
+            deadline = time.monotonic() + ELASTIC_S
+            while not self.reason and time.monotonic() < deadline:
+                time.sleep(0.05)
+        if not self.reason:
             os.kill(os.getppid(), signal.SIGTERM)
 
     def is_due(self, step: int) -> bool:
@@ -103,6 +114,11 @@ class StopRequest:
             step_s: Seconds per step, the same number on every rank.
         """
         self.every_steps = max(1, min(100, int(LATENCY_S / step_s)))
+
+
+def is_elastic() -> bool:
+    """Return whether machines may come and go. launch/node.sh sets this for torch in such jobs."""
+    return "TORCH_DISABLE_SHARE_RDZV_TCP_STORE" in os.environ
 
 
 def slurm_time_left_s() -> float:

@@ -30,7 +30,7 @@ FOR_TARGET = {
 }
 START = {
     "local": "bash {file}",
-    "node": "MASTER_ADDR=FIRST_MACHINE NODE_RANK=0 bash {file}",
+    "node": "MASTER_ADDR=$(hostname) NODE_RANK=0 bash {file}  # others: its name, NODE_RANK=1 ...",
     "ssh": "bash {file}",
     "slurm": "sbatch {file}",
     "kubernetes": "kubectl apply -f {file}",
@@ -126,7 +126,7 @@ def _program(request: Request, given: dict[str, Any]) -> Program:
             "torchrun starts one of them.",
             "Type: the command again with one of the two",
         )
-    arguments = [shlex.quote(word) for word in request.arguments]
+    arguments = [shlex.quote(launch_values.argument(word)) for word in request.arguments]
     if script is None and module is None:
         project = _project(request)
         if project is not None:

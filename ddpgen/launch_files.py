@@ -55,6 +55,9 @@ def _environment() -> jinja2.Environment:
     root = template_root()
     options = dict(load_config(root)["_envops"])
     options["undefined"] = getattr(jinja2, options["undefined"].rpartition(".")[2])
-    return SandboxedEnvironment(
+    environment = SandboxedEnvironment(
         loader=jinja2.FileSystemLoader(root), keep_trailing_newline=True, **options
     )
+    # YAML has no pairs of escapes for what lies beyond 16 bits.
+    environment.policies["json.dumps_kwargs"] = {"ensure_ascii": False}
+    return environment

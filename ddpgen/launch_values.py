@@ -164,6 +164,18 @@ def module(name: str) -> str:
     return name
 
 
+def argument(word: str) -> str:
+    """Check an argument of the program."""
+    if not word.isprintable():
+        why = "It has characters that cannot be shown, or more than one line."
+        raise UserError(
+            f"The argument {show(word)} is not possible.",
+            why,
+            "Type: the command again without it; the program may read it from a file",
+        )
+    return word
+
+
 def job_name(text: str) -> str:
     """Make a name that Slurm and Kubernetes take."""
     name = re.sub(r"[^a-z0-9]+", "-", text.lower()).strip("-")[:LONGEST_NAME].strip("-")
@@ -184,8 +196,9 @@ def env(settings: Sequence[str]) -> list[tuple[str, str]]:
                 "The launch file is kept and shared, and its content is shown in logs.",
                 f"Type: export {name}=..., on the machines or in a secret of the cluster",
             )
-        if "\n" in value or "\0" in value:
-            raise refusal("--env", setting, "The value has more than one line.", f"{name}=VALUE")
+        if not value.isprintable():
+            why = "The value has characters that cannot be shown, or more than one line."
+            raise refusal("--env", setting, why, f"{name}=VALUE")
         pairs.append((name, value))
     return pairs
 
@@ -213,7 +226,7 @@ def _restarts(value: str) -> int:
 
 def _commands(values: Sequence[str]) -> list[str]:
     for value in values:
-        if not value.strip() or "\n" in value:
+        if not value.strip() or not value.isprintable():
             raise refusal("--setup", value, "It is one command on one line.", "'module load cuda'")
     return list(values)
 

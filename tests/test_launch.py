@@ -69,7 +69,7 @@ def test_any_script_can_be_launched(ddpgen: Ddpgen, cwd: Path, target: str) -> N
     assert result.err == f"{processes} x 8 GPUs per node\nNote: train.py is not there yet.\n"
     first, start = result.out.splitlines()
     assert first == f"Wrote launch/{NAMES[target]}. Next:"
-    assert start.endswith(f"launch/{NAMES[target]}")
+    assert start.partition("  #")[0].endswith(f"launch/{NAMES[target]}")
 
 
 @pytest.mark.parametrize("target", launch_files.FILES)
@@ -162,6 +162,9 @@ REFUSED: list[tuple[str, str]] = [
     ("slurm --env WANDB_API_KEY=abc", "--env WANDB_API_KEY looks like a secret."),
     ("slurm --env hf_token=abc", "--env hf_token looks like a secret."),
     ("slurm --setup ''", "--setup '' is not possible."),
+    ("slurm --env A=b\\\nc", "--env 'A=b\\nc' is not possible."),
+    ("slurm --setup 'a\nb'", "--setup 'a\\nb' is not possible."),
+    ("slurm -- 'a\nb'", "The argument 'a\\nb' is not possible."),
     ("slurm --script a.py --module a", "--script a.py and --module a are given."),
     ("slurm --module a.py-b", "--module a.py-b is not possible."),
     ("slurm --hosts a,b", "--hosts has no meaning for slurm.\nIt is one of ssh."),

@@ -228,9 +228,7 @@ def test_scancel_saves_and_leaves_no_process(cluster: Cluster, project: Path) ->
 def test_jobs_on_the_same_machines_do_not_meet(cluster: Cluster, project: Path) -> None:
     """Two tasks of an array: each is a job of its own, here at the same time as the other."""
     slowly(project)
-    first = submit(
-        cluster, project, "--array=7,9", SCRIPT, "--epochs", "2", "--output_dir", "array"
-    )
+    submit(cluster, project, "--array=7,9", SCRIPT, "--epochs", "2", "--output_dir", "array")
     numbers = cluster.run("squeue", "--noheader", "--format=%A", "--array").split()
     assert len(set(numbers)) == 2
     for number in numbers:

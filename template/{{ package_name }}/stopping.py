@@ -21,7 +21,7 @@ STOP_SIGNALS = ("SIGUSR1", "SIGUSR2", "SIGTERM", "SIGINT", "SIGHUP")
 # Those that end torchrun too. The other two are for the training alone.
 LAUNCHER_SIGNALS = ("SIGTERM", "SIGINT", "SIGHUP")
 
-# Within this time torchrun stops the processes of all machines of an elastic job, once it does so on one.
+# When torchrun stops one machine of an elastic job, it stops the others within this time.
 ELASTIC_S = 10.0
 
 # What is left of a long Slurm allocation when the run stops by itself, for the last checkpoint.

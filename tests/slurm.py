@@ -151,7 +151,8 @@ class Cluster:
 
     def output(self, number: str) -> str:
         """Return what a job has printed so far."""
-        file = Path(re.sub(r".*\bStdOut=(.*?) (Power|Mail)=.*", r"\1", self._line(number)))
+        text = self.run("scontrol", "show", "job", number)
+        file = Path(re.findall(r"^ *StdOut=(.*)$", text, re.MULTILINE)[0])
         return file.read_text() if file.exists() else ""
 
     def wait_for_output(self, number: str, words: str, count: int = 1) -> None:
@@ -160,10 +161,6 @@ class Cluster:
             wait_for(words, lambda: self.output(number).count(words) >= count)
         except AssertionError as error:
             raise AssertionError(f"{self.job(number)}\n{self.output(number)}") from error
-
-    def _line(self, number: str) -> str:
-        text = self.run("scontrol", "show", "job", number, "--oneliner")
-        return text.replace("\n", " ") + " Power="
 
     def requeue_wait_is_over(self, number: str) -> None:
         """Spare a job the two minutes that Slurm lets it wait before it starts again.

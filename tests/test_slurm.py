@@ -132,7 +132,7 @@ def test_a_job_trains_on_two_machines_with_two_processes_each(
     assert status(folder)["state"] == "finished"
     ranks = json.loads((folder / "environment.json").read_text())
     assert [rank["host"] for rank in ranks] == ["n1", "n1", "n2", "n2"]
-    (*_, last) = metrics(folder, "validation")
+    *_, last = metrics(folder, "validation")
     assert (last["samples"], last["accuracy"] > 0.9) == (359, True)
     assert "4 on 2 machine(s)" in printed
     assert not re.search(r"warning|error|\[W", printed), printed
@@ -285,7 +285,7 @@ def test_any_program_gets_its_arguments_and_cores(cluster: Cluster, tmp_path: Pa
     values = VALUES | {"env": ["A=1", "B='x y'"], "setup": ["B+=!"]}
     (tmp_path / "job.sbatch").write_text(launch_files.render("slurm", values))
     (tmp_path / "wait").touch()
-    arguments = ["a b", "it's \"ü\" $x", "", "--log", "--", "*"]
+    arguments = ["a b", 'it\'s "ü" $x', "", "--log", "--", "*"]
     options = ("--cpus-per-task=6", "--gpus-per-node=3", "job.sbatch")
     number = cluster.submit(tmp_path, *options, *arguments, OMP_NUM_THREADS=None)
     cluster.wait_for_output(number, "FACTS", 6)
@@ -311,10 +311,11 @@ def test_any_program_gets_its_arguments_and_cores(cluster: Cluster, tmp_path: Pa
 
 
 STUBS = {
-    "scontrol": 'printf "%s\\n" node-{1..500}',
+    "scontrol": 'if [[ $1 == show ]]; then printf "%s\\n" node-{1..500}\n'
+    'else echo "[$*]"; exit "$REFUSED"; fi',
     # Runs what it is given, as the second machine.
     "srun": 'printf "SRUN %s\\n" "$*" | head -n 1\nwhile [[ $1 == --* ]]; do shift; done\n'
-    'SLURM_NODEID=1 SLURM_STEP_NUM_NODES=500 "$@"',
+    'SLURM_NODEID=1 SLURM_STEP_NUM_NODES=500 "$@"\nprintf "$WARNING" >"$WARNED"\nexit "$CODE"',
     "torchrun": 'printf "<%s>" "$@"',
     "apptainer": 'printf "[%s]" "$1" "$2" "$3"; shift 3; "$@"',
     "getent": "echo 10.0.0.1 STREAM $2",
@@ -332,6 +333,7 @@ def with_stand_ins(
     variables = {
         "SLURM_JOB_ID": "98765432", "SLURM_JOB_NODELIST": "node-[1-500]",
         "SLURM_JOB_NUM_NODES": "500", "SLURM_CPUS_PER_TASK": "7", "SLURM_GPUS_ON_NODE": "8",
+        "WARNING": "", "CODE": "0", "REFUSED": "0", "TMPDIR": str(folder),
     }  # fmt: skip
     path = f"{folder / 'bin'}:{os.environ['PATH']}"
     return subprocess.run(
@@ -355,6 +357,41 @@ def test_on_five_hundred_machines_all_meet_at_the_first(tmp_path: Path) -> None:
         "<--master-port=15432><--max-restarts=0><--rdzv-id=98765432>"
         "<-m><--><p.train><--config><configs/train.yaml><a b>"
     )
+
+
+WARNED = {"WARNING": "warned"}
+AGAIN = "job 98765432 starts again to go on: "
+ENOUGH = "job 98765432 was warned, and does not start again: MAX_REQUEUES="
+
+
+@pytest.mark.parametrize(
+    ("env", "code", "said"),
+    [
+        ({}, 0, ""),
+        ({"CODE": "3"}, 3, ""),
+        (WARNED, 0, AGAIN + "1 of MAX_REQUEUES=20\n[requeue 98765432]\n"),
+        (WARNED | {"CODE": "3"}, 3, ""),
+        (WARNED | {"SLURM_RESTART_COUNT": "19"}, 0, AGAIN + "20 of MAX_REQUEUES=20\n[requeue 9"),
+        (WARNED | {"SLURM_RESTART_COUNT": "20"}, 0, ENOUGH + "20;"),
+        (WARNED | {"MAX_REQUEUES": "0"}, 0, ENOUGH + "0;"),
+        (WARNED | {"REFUSED": "1"}, 1, "error: Slurm does not start job 98765432 again"),
+        ({"SLURM_RESTART_COUNT": "21"}, 1, "error: started again 21 times, more than MAX_REQ"),
+        ({"SLURM_RESTART_COUNT": "21", "MAX_REQUEUES": "0"}, 0, ""),
+    ],
+)
+def test_the_job_starts_again_after_a_warning_and_only_then(
+    tmp_path: Path, env: dict[str, str], code: int, said: str
+) -> None:
+    values = VALUES | {"has_config": True, "logs": "", "program": "-m -- p.train"}
+    done = with_stand_ins(tmp_path, launch_files.render("slurm", values), CONFIG="bin", **env)
+    printed = done.stdout + done.stderr
+    assert done.returncode == code, printed
+    assert said in printed
+    for words in (ENOUGH, "error: "):
+        assert (words in printed) == (words in said)
+    for words in (AGAIN, "[requeue 98765432]"):
+        assert (words in printed) == (AGAIN in said or "REFUSED" in env)
+    assert [path.name for path in tmp_path.iterdir()] == ["bin"], "the note is removed"
 
 
 def test_torchrun_runs_in_the_image(tmp_path: Path) -> None:

@@ -394,6 +394,23 @@ def test_the_job_starts_again_after_a_warning_and_only_then(
     assert [path.name for path in tmp_path.iterdir()] == ["bin"], "the note is removed"
 
 
+def test_the_shells_wait_for_what_saves_at_sigterm(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Slurm sends it to all processes of a job, and ends those that are left behind a shell."""
+    torchrun = (
+        'read -r _ _ _ shell _ <"/proc/$PPID/stat"\nkill -TERM "$PPID" "$shell"\n'
+        "sleep 1\necho saved"
+    )
+    srun = STUBS["srun"].replace("\nprintf", "\necho all have ended\nprintf")
+    values = VALUES | {"has_config": True, "logs": "", "program": "-m -- p.train"}
+    script = launch_files.render("slurm", values)
+    monkeypatch.setattr("tests.test_slurm.STUBS", STUBS | {"torchrun": torchrun, "srun": srun})
+    done = with_stand_ins(tmp_path, script, CONFIG="bin")
+    assert done.stdout.endswith("\nsaved\nall have ended\n"), done.stdout
+    assert done.returncode == 0
+
+
 def test_torchrun_runs_in_the_image(tmp_path: Path) -> None:
     (tmp_path / "my train.py").touch()
     script = launch_files.render("slurm", VALUES | {"image": "torch.sif", "port": "4321"})

@@ -33,6 +33,7 @@ ip link set lo up
 ip address add 10.0.0.1/32 dev lo
 ip address add 10.0.0.2/32 dev lo
 mount --bind hosts /etc/hosts
+mount -t sysfs sysfs /sys
 hostname n1
 munged --foreground --force --key-file="$1/munge.key" --socket="$1/munge.socket" \
   --pid-file="$1/munge.pid" --seed-file="$1/munge.seed" --log-file="$1/munge.log" &
@@ -150,16 +151,25 @@ class Cluster:
 
     def output(self, number: str) -> str:
         """Return what a job has printed so far."""
-        file = Path(re.sub(r".*\bStdOut=(.*?) (Power|Mail)=.*", r"\1", self._line(number)))
+        text = self.run("scontrol", "show", "job", number)
+        file = Path(re.findall(r"^ *StdOut=(.*)$", text, re.MULTILINE)[0])
         return file.read_text() if file.exists() else ""
 
-    def _line(self, number: str) -> str:
-        text = self.run("scontrol", "show", "job", number, "--oneliner")
-        return text.replace("\n", " ") + " Power="
+    def wait_for_output(self, number: str, words: str, count: int = 1) -> None:
+        """Wait until a running job has printed something so often."""
+        try:
+            wait_for(words, lambda: self.output(number).count(words) >= count)
+        except AssertionError as error:
+            raise AssertionError(f"{self.job(number)}\n{self.output(number)}") from error
 
     def requeue_wait_is_over(self, number: str) -> None:
-        """Spare a job the two minutes that Slurm lets it wait before it starts again."""
+        """Spare a job the two minutes that Slurm lets it wait before it starts again.
+
+        Slurm knows by its clock, in whole seconds, that this is not what was just ended.
+        """
         self.wait(number, "PENDING")
+        later = time.time() + 2
+        wait_for("the clock goes on", lambda: time.time() > later)
         self.run("scontrol", "update", f"job={number}", "starttime=now")
 
     def end_all(self) -> None:

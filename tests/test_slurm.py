@@ -228,16 +228,10 @@ def test_scancel_saves_and_leaves_no_process(cluster: Cluster, project: Path) ->
 def test_jobs_on_the_same_machines_do_not_meet(cluster: Cluster, project: Path) -> None:
     """Two tasks of an array: each is a job of its own, here at the same time as the other."""
     slowly(project)
-<<<<<<< HEAD
-    submit(cluster, project, "--array=7,9", SCRIPT, "--epochs", "2", "--output_dir", "array")
-    numbers = cluster.run("squeue", "--noheader", "--format=%A", "--array").split()
-    assert len(set(numbers)) == 2
-=======
     first = submit(
         cluster, project, "--array=7,9", SCRIPT, "--epochs", "2", "--output_dir", "array"
     )
     numbers = [f"{first}_7", f"{first}_9"]
->>>>>>> ad81d456c8e189edf730dd8d65306f98d2148a2f
     for number in numbers:
         trains(cluster, number, project / f"array/train-a{number[-1]}-001")
     assert len({cluster.job(number)["JobId"] for number in numbers}) == 2

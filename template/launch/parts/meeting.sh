@@ -23,8 +23,9 @@ if ((NODE_RANK == 0)); then
   fi
 else
   # A firewall may swallow a try: none takes longer than two seconds.
+  deadline=$((SECONDS + ${WAIT_S:-45}))
   until timeout 2 bash -c ": </dev/tcp/\$1/\$2" - "$MASTER_ADDR" "$MASTER_PORT" 2>/dev/null; do
-    ((SECONDS < ${WAIT_S:-45})) ||
+    ((SECONDS < deadline)) ||
       fail "$(uname -n) cannot reach port $MASTER_PORT of $MASTER_ADDR: is the first machine (NODE_RANK=0) started, and the port open?"
     sleep 1
   done

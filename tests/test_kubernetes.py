@@ -45,7 +45,7 @@ VERSIONS = [
 ODD = (
     "", " ", "plain", "yes", "1e3", "null", "it's \"quoted\"", "two\nlines\n", "tab\tand \\back",
     "${HOME} $HOME `id` $(id)", "$(NODES) $$(NODES) $$$(NODES) $$", "# no: comment", "ü 模型",
-    "{{ jinja }}", "--- !!python/object", "*alias &anchor", "<b>&amp;</b>", "line\u2028end\u0085.",
+    "{{ jinja }}", "--- !!python/object", "*alias &anchor", "<b>&amp;</b>", "\U0001f680 launched",
 )  # fmt: skip
 
 

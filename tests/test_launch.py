@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shlex
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -44,10 +45,16 @@ NAMES = {
 }
 
 
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A project with every launch file, for one machine with two GPUs. Tests take copies of it."""
+    return make_project(tmp_path_factory.mktemp("made") / "p", launchers=ALL)
+
+
 @pytest.fixture
-def project(cwd: Path) -> Path:
-    """A project with every launch file, for one machine with two GPUs."""
-    return make_project(cwd / "p", launchers=ALL)
+def project(made: Path, cwd: Path) -> Path:
+    """The same in the working folder."""
+    return Path(shutil.copytree(made, cwd / "p"))
 
 
 def is_clean(file: Path) -> None:

@@ -266,7 +266,7 @@ def test_paths_values_and_arguments_arrive_as_they_were_typed(
     odd = ["a b", "it's", '"', "$HOME", "`id`", "--log", "--", "*", "ü\\n", ""]
     result = ddpgen(
         "launch", "local", "--gpus-per-node", "1", "--script", name, "--env", "A=x 'y' $z",
-        "--setup", "B='from set-up'; export B", "--", *odd,
+        "--setup", "B='from set-up'$NOBODY_SET_THIS; export B", "--", *odd,
     )  # fmt: skip
     assert result.code == 0, result.err
     (cwd / "link.sh").symlink_to(folder / "launch/local-1x1.sh")

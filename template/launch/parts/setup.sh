@@ -1,10 +1,16 @@
-{% if launch.env or launch.setup %}
+{% if launch.env %}
 
-# What the program needs first
+# Variables for the program
 {% for line in launch.env %}
 export {{ line }}
 {% endfor %}
+{% endif %}
+{% if launch.setup %}
+
+# What the program needs first. Such commands often use variables that are not set.
+set +u
 {% for line in launch.setup %}
 {{ line }}
 {% endfor %}
+set -u
 {% endif %}

@@ -15,7 +15,7 @@ import pexpect  # type: ignore[import-untyped]
 import pytest
 import yaml
 
-from ddpgen.launch_files import render
+from ddpgen import launch_files
 from tests.hosts import CABLE, Bed, two_hosts, wait_for
 from tests.projects import make_project, metrics, package_of, status
 
@@ -88,15 +88,14 @@ os._exit(0)
 def test_two_jobs_of_plain_scripts_do_not_meet(bed: Bed, tmp_path: Path) -> None:
     """What `ddpgen launch` writes for a script that is no generated project."""
     (tmp_path / "my train.py").write_text(PLAIN)
-    values = {
-        "file": "ssh it.sh", "up": ".", "has_config": False, "program": "-- 'my train.py'",
-        "logs": "logs", "name": "plain", "nodes": 2, "gpus_per_node": 2, "fixed": True,
-        "max_restarts": 0, "hosts": "alpha root@beta", "port": "", "interface": CABLE,
-        "partition": "", "account": "", "time": "", "image": "", "namespace": "",
-        "env": ["GREETING='it'\\''s me'"], "setup": ["umask 077"],
+    values = launch_files.defaults() | {
+        "file": "ssh it.sh", "folder": '"$(dirname -- "${BASH_SOURCE[0]}")"', "has_config": False,
+        "program": "-- 'my train.py'", "logs": "logs", "nodes": 2, "gpus_per_node": 2,
+        "hosts": "alpha root@beta", "interface": CABLE, "env": ["GREETING='it'\\''s me'"],
+        "setup": ["umask 077"],
     }  # fmt: skip
     script = tmp_path / "ssh it.sh"
-    script.write_text(render("ssh", values))
+    script.write_text(launch_files.render("ssh", values))
     jobs = [bed.launch(script, "a b", f"'{n}'", HOSTS="", INTERFACE="") for n in range(2)]
     ports = []
     for number, job in enumerate(jobs):
@@ -127,6 +126,10 @@ def goes_on(bed: Bed, project: Path, output: Path) -> None:
     job = bed.launch(script_of(project), "--output_dir", str(output), *LONG)
     try:
         wait_for(lambda: checkpoints(output)[-1] > saved, 60, "no new checkpoint")
+    except AssertionError as error:
+        job.terminate()
+        raise AssertionError("".join(job.communicate(timeout=60))) from error
+    else:
         job.terminate()
         out, err = job.communicate(timeout=30)
     finally:

@@ -134,6 +134,17 @@ class Bed:
     folder: Path
     hosts: dict[str, Host] = field(default_factory=dict)
 
+    def plug_in(self) -> None:
+        """Put the cable back, and wait until alpha finds beta again."""
+        self.beta.link("up")
+        connect = f": <'/dev/tcp/{self.beta.address}/22'"
+        command = self.alpha.enter("timeout", "2", "bash", "-c", connect)
+        wait_for(
+            lambda: subprocess.run(command, capture_output=True, timeout=10).returncode == 0,
+            60,
+            "alpha does not reach beta",
+        )
+
     @property
     def alpha(self) -> Host:
         """The first machine; the one that launches, too."""

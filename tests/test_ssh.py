@@ -203,7 +203,7 @@ def test_a_cut_cable_ends_the_job_on_both_sides(bed: Bed, project: Path, tmp_pat
         assert job.returncode == 1
         assert bed.wait_until_idle(60) < 60
     finally:
-        bed.beta.link("up")
+        bed.plug_in()
         job.kill()
     assert "error: Rank 1 did not answer within 6 s (timeout_s)." in err
     assert "alpha ended with exit code 1; stopping the other machines" in err

@@ -49,11 +49,9 @@ while pathlib.Path("wait").exists():
 """
 
 # What `ddpgen launch` fills the file with for a program that is no project of ddpgen.
-VALUES: dict[str, Any] = {
-    "file": "", "up": ".", "has_config": False, "program": "-- 'my train.py' --lr 0.1",
-    "logs": "logs", "name": "my-train", "nodes": 2, "gpus_per_node": 2, "fixed": False,
-    "max_restarts": 0, "hosts": "", "port": "", "interface": "", "partition": "", "account": "",
-    "time": "", "image": "", "namespace": "", "env": [], "setup": [],
+VALUES: dict[str, Any] = launch_files.defaults() | {
+    "has_config": False, "program": "-- 'my train.py' --lr 0.1", "logs": "logs",
+    "name": "my-train", "nodes": 2, "gpus_per_node": 2,
 }  # fmt: skip
 
 
@@ -319,6 +317,7 @@ STUBS = {
     "torchrun": 'printf "<%s>" "$@"',
     "apptainer": 'printf "[%s]" "$1" "$2" "$3"; shift 3; "$@"',
     "getent": "echo 10.0.0.1 STREAM $2",
+    "timeout": "exit 0",  # the first machine answers
 }
 
 

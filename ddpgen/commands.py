@@ -39,6 +39,9 @@ def _usage_error(error: click.UsageError) -> UserError:
         near = next(iter(error.possibilities or ()), None)
     elif isinstance(error, click.MissingParameter) and error.param:
         what = f"{error.param.human_readable_name} is missing."
+    if command == "ddpgen launch" and near is None:
+        fix = "Type: ddpgen launch --help; arguments for the program follow --"
+        return UserError(what, f"{command} cannot be started like this.", fix, code=WRONG_USAGE)
     return _wrong_usage(what, command, near)
 
 

@@ -6,7 +6,7 @@ import itertools
 import os
 import shlex
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -30,7 +30,7 @@ FOR_TARGET = {
 }
 START = {
     "local": "bash {file}",
-    "node": "MASTER_ADDR=$(hostname) NODE_RANK=0 bash {file}  # others: its name, NODE_RANK=1 ...",
+    "node": "MASTER_ADDR=$(hostname) NODE_RANK=0 bash {file}  # others: ITS_NAME, NODE_RANK=1 ...",
     "ssh": "bash {file}",
     "slurm": "sbatch {file}",
     "kubernetes": "kubectl apply -f {file}",
@@ -134,7 +134,7 @@ def _program(request: Request, given: dict[str, Any]) -> Program:
             words = ["-m", "--", f"{package}.train", "--config", '"$CONFIG"', *arguments]
             name = launch_values.job_name(package)
             return Program(project.path, project.typed, name, " ".join(words), True, project)
-        script = _ask("script", "The Python script that trains, from this folder")
+        script = _ask("script", "The Python script that trains", launch_values.script)
     folder = _folder(request.path)
     if script is None:
         words = ["-m", "--", launch_values.module(str(module)), *arguments]
@@ -149,6 +149,12 @@ def _program(request: Request, given: dict[str, Any]) -> Program:
 
 def _project(request: Request) -> Project | None:
     """Return the project at the path; None if there is none and somebody can be asked."""
+    if Path(request.path).is_file():
+        raise UserError(
+            f"{show(request.path)} is a file.",
+            "PATH is the folder that torchrun is started in.",
+            f"Type: ddpgen launch {request.target} --script {shlex.quote(request.path)}",
+        )
     try:
         return projects.find(request.path, f"ddpgen launch {request.target} PATH")
     except UserError as error:
@@ -179,22 +185,28 @@ def _size(request: Request, given: dict[str, Any], program: Program) -> Size:
     answers = program.project.answers if program.project else {}
     hosts = launch_values.hosts(given.pop("hosts", None), given.pop("hostfile", None))
     if request.target == "ssh" and not hosts.names:
-        hosts = launch_values.hosts(_ask("hosts", "Host names, the first machine first"), None)
+        typed = _ask("hosts", "Host names, the first machine first", launch_values.hosts)
+        hosts = launch_values.hosts(typed)
     nodes = given.pop("nodes", None)
     if request.target == "local":
         nodes = "1"
     elif request.target == "ssh":
         nodes = launch_values.nodes_for(hosts, nodes)
     elif nodes is None:
-        nodes = str(answers.get("nodes") or _ask("nodes", "Machines (nodes)"))
+        known = answers.get("nodes")
+        nodes = str(
+            known
+            or _ask("nodes", "Machines (nodes)", lambda x: launch_values.nodes(x, request.target))
+        )
     gpus = given.pop("gpus_per_node", None) or hosts.slots
     if gpus is None:
-        gpus = str(answers.get("gpus_per_node") or _ask("gpus_per_node", "GPUs per node"))
+        known = answers.get("gpus_per_node")
+        gpus = str(known or _ask("gpus_per_node", "GPUs per node", launch_values.gpus))
     return Size(launch_values.nodes(nodes, request.target), launch_values.gpus(gpus), hosts.names)
 
 
-def _ask(name: str, text: str) -> str:
-    """Ask for a value that has no default."""
+def _ask(name: str, text: str, check: Callable[[str], object]) -> str:
+    """Ask for a value that has no default, until it is possible."""
     if not new.on_terminal():
         raise UserError(
             f"{_flag(name)} is missing.",
@@ -205,8 +217,15 @@ def _ask(name: str, text: str) -> str:
     from prompt_toolkit.application import create_app_session
     from prompt_toolkit.output import create_output
 
+    def is_possible(value: str) -> bool | str:
+        try:
+            check(value)
+        except UserError as error:
+            return error.why
+        return True
+
     with create_app_session(output=create_output(stdout=sys.stderr)):
-        return str(questionary.text(f"{text}:", validate=bool).unsafe_ask())
+        return str(questionary.text(f"{text}:", validate=is_possible).unsafe_ask())
 
 
 def _values(
@@ -214,7 +233,8 @@ def _values(
 ) -> dict[str, Any]:
     """Return all that the file is filled with, but for its place."""
     if request.target in ("kubernetes", "kubeflow") and "image" not in given:
-        given["image"] = _ask("image", "Container image with the program, torch and all else")
+        text = "Container image with the program, torch and all else"
+        given["image"] = _ask("image", text, launch_values.CHECKS["image"])
     env = launch_values.env(given.pop("env", ()))
     checked = {
         name: launch_values.CHECKS[name](value) for name, value in given.items() if value != ()
@@ -253,6 +273,12 @@ def _output(request: Request, program: Program, size: Size) -> Path:
                 "Updates of the project write it from its answers.",
                 "Type: the command again with another --output, or without",
             )
+    if request.output == "-" or output.is_dir():
+        raise UserError(
+            f"--output {show(request.output or output)} is not possible.",
+            "It is no name of a file.",
+            "Type: --dry-run, to see the file, or --output with the name of a file",
+        )
     if os.path.lexists(output) and not request.dry_run:
         raise UserError(
             f"{show(os.path.relpath(output))} is there already.",
@@ -284,8 +310,12 @@ def describe(program: Program, size: Size, arguments: Sequence[str]) -> list[str
     if program.project is None:
         note = [f"Note: {program.missing} is not there yet."] if program.missing else []
         return [f"{count(size.world_size, 'process', 'processes')}: {size.derivation}", *note]
-    usual = _ledger(program.project, arguments)
-    ledger = replace(usual, nodes=size.most_nodes, gpus_per_node=size.gpus_per_node)
+    usual = _ledger(program.project, ())
+    ledger = replace(
+        _ledger(program.project, arguments),
+        nodes=size.most_nodes,
+        gpus_per_node=size.gpus_per_node,
+    )
     notes = [*_changed_batch(usual, ledger, size), *ledger.notes()]
     return [*ledger.lines(), *new.note_lines(notes)]
 
@@ -294,20 +324,28 @@ def _ledger(project: Project, arguments: Sequence[str]) -> Ledger:
     """Return the ledger of the project as it is now, with what the arguments change."""
     import yaml
 
-    path = project.path / "configs" / "train.yaml"
+    words = [word for argument in arguments for word in argument.split("=", 1)]
+    typed = dict(itertools.pairwise(words))
+    config: dict[str, Any] = {}
+    what = ""
     try:
-        config = yaml.safe_load(path.read_text(encoding="utf-8"))
-        words = [word for argument in arguments for word in argument.split("=", 1)]
-        for name, value in itertools.pairwise(words):
-            if name.removeprefix("--") in config:
-                config[name.removeprefix("--")] = yaml.safe_load(value)
-        return Ledger.from_answers({**project.answers, **config}, config)
+        for name in ("configs/train.yaml", typed.get("--config")):
+            if name is not None:
+                what = (
+                    f"The settings in {show(os.path.relpath(project.path / name))} cannot be read."
+                )
+                config |= yaml.safe_load((project.path / name).read_text(encoding="utf-8"))
+        Ledger.from_answers({**project.answers, **config}, config)
+        what = f"The arguments {show(' '.join(arguments))} are not possible."
+        known = {name: value for name in config if (value := typed.get(f"--{name}"))}
+        config |= {name: yaml.safe_load(value) for name, value in known.items()}
+        ledger = Ledger.from_answers({**project.answers, **config}, config)
+        if ledger.global_batch_size < 1:
+            raise ValueError(f"The global batch would be {ledger.global_batch_size}")
     except (OSError, yaml.YAMLError, KeyError, TypeError, ValueError) as error:
-        raise UserError(
-            f"The settings in {show(os.path.relpath(path))} cannot be read.",
-            f"{getattr(error, 'strerror', None) or ' '.join(str(error).split())}.",
-            f"Type: {project.git('checkout', 'HEAD', '--', 'configs/train.yaml')}",
-        ) from None
+        reason = getattr(error, "strerror", None) or " ".join(str(error).split())
+        raise UserError(what, f"{reason}.", "Type: the command again when that is mended") from None
+    return ledger
 
 
 def _changed_batch(usual: Ledger, ledger: Ledger, size: Size) -> list[str]:
@@ -320,9 +358,10 @@ def _changed_batch(usual: Ledger, ledger: Ledger, size: Size) -> list[str]:
     if ledger.global_batch_size == usual.global_batch_size:
         return notes
     ratio = ledger.global_batch_size / usual.global_batch_size
+    steps = "Fewer" if ratio > 1 else "More"
     notes.append(
-        f"The global batch is {ratio:.4g} times that of the project's answers "
-        f"({usual.global_batch_size:,}, with {usual.derivation}). Fewer steps per epoch, and the "
+        f"The global batch is {ratio:.4g} times that of the project as it is "
+        f"({usual.global_batch_size:,}, with {usual.derivation}). {steps} steps per epoch, and the "
         "learning rate may need another value: see learning_rate and lr_scaling in "
         "configs/train.yaml, or change accumulation_steps to keep the batch."
     )

@@ -14,7 +14,9 @@ from ddpgen.topology import count
 MOST_NODES, MOST_GPUS = 100_000, 1024
 # A label of Kubernetes has 63 characters; the pods add a number to the name.
 LONGEST_NAME = 50
-_SECRETS = re.compile(r"TOKEN|SECRET|PASSWORD|PASSWD|CREDENTIAL|PRIVATE|API_?KEY|ACCESS_?KEY")
+_SECRETS = re.compile(
+    r"(^|_)(TOKEN|SECRETS?|PASSWORD|PASSWD|CREDENTIALS?|(API|ACCESS|PRIVATE|SECRET)_?KEY)(_|$)"
+)
 
 
 @dataclass(frozen=True)
@@ -77,9 +79,8 @@ def nodes(text: str, target: str) -> int | str:
     """Check a number of machines, or MIN:MAX."""
     match = re.fullmatch(r"([1-9][0-9]{0,5})(?::([1-9][0-9]{0,5}))?", text, re.ASCII)
     if not match or not int(match[1]) <= int(match[2] or match[1]) <= MOST_NODES:
-        raise refusal(
-            "--nodes", text, f"Machines are a number from 1 to {MOST_NODES}, or MIN:MAX.", "4"
-        )
+        why = f"Machines are a number from 1 to {MOST_NODES}, or MIN:MAX with MIN not above MAX."
+        raise refusal("--nodes", text, why, "4")
     if match[2] is None or match[1] == match[2]:
         return int(match[1])
     if target in ("kubernetes", "kubeflow", "ssh"):
@@ -95,7 +96,7 @@ def gpus(text: str) -> int:
     raise refusal("--gpus-per-node", text, why, "8")
 
 
-def hosts(listed: str | None, file: str | None) -> Hosts:
+def hosts(listed: str | None, file: str | None = None) -> Hosts:
     """Read the names of machines from a list or a hostfile; at most one of them is given."""
     if listed is not None and file is not None:
         raise UserError(
@@ -117,27 +118,38 @@ def _hostfile(file: str) -> Hosts:
         reason = getattr(error, "strerror", None) or "it is no text"
         raise refusal("--hostfile", file, f"It cannot be read: {reason}.", "hosts.txt") from None
     rows = [line.split("#")[0].split() for line in lines]
-    names = _names("--hostfile", [row[0] for row in rows if row])
+    for number, row in enumerate(rows, start=1):
+        for word in row[1:]:
+            if not re.fullmatch(r"\w+=\S*", word, re.ASCII):
+                why = f"Line {number} has {show(word)} behind the name: one machine per line."
+                raise refusal("--hostfile", file, why, "hosts.txt")
+    names = [row[0] for row in rows if row]
+    if not names:
+        raise refusal("--hostfile", file, "It names no machine.", "hosts.txt")
     slots = {word.partition("=")[2] for row in rows for word in row[1:] if "slots=" in word}
     if len(slots) > 1:
         why = f"Its machines have {', '.join(sorted(slots))} slots; all must have the same number."
         raise refusal("--hostfile", file, why, "hosts.txt")
-    return Hosts(names, next(iter(slots), None))
+    return Hosts(_names(f"--hostfile {show(file)}: the name", names), next(iter(slots), None))
 
 
 def _names(flag: str, names: Sequence[str]) -> tuple[str, ...]:
     seen = set()
     for name in names:
-        if not re.fullmatch(r"([A-Za-z0-9_][\w.-]*@)?[A-Za-z0-9][A-Za-z0-9.:_-]*", name, re.ASCII):
-            why = "Host names are letters, digits, dots and dashes, with commas between them."
-            raise refusal(flag, name, why, "node-a,node-b")
         host = name.rpartition("@")[2].lower()
+        if not re.fullmatch(r"([A-Za-z0-9_][\w.-]*@)?[A-Za-z0-9][\w.-]*", name, re.ASCII):
+            why = "Names are letters, digits, dots and dashes; a port belongs into ~/.ssh/config."
+            raise _refused_name(flag, name, why)
         if host in seen:
-            raise refusal(
-                flag, name, "It is named twice; each machine runs one torchrun.", "node-a,node-b"
-            )
+            raise _refused_name(flag, name, "It is named twice; each machine runs one torchrun.")
         seen.add(host)
     return tuple(names)
+
+
+def _refused_name(flag: str, name: str, why: str) -> UserError:
+    return UserError(
+        f"{flag} {show(name)} is not possible.", why, "Type: names as in --hosts node-a,node-b"
+    )
 
 
 def nodes_for(machines: Hosts, text: str | None) -> str:
@@ -151,14 +163,16 @@ def nodes_for(machines: Hosts, text: str | None) -> str:
 
 def script(path: str) -> str:
     """Check the path of a script. It may be written later."""
-    if not path or not path.isprintable():
+    if not path or path.endswith("/"):
+        raise refusal("--script", path, "It is no name of a file.", "train.py")
+    if not path.isprintable():
         raise refusal("--script", path, "It has characters that cannot be shown.", "train.py")
     return path
 
 
 def module(name: str) -> str:
     """Check the name of a module."""
-    if not all(part.isidentifier() for part in name.split(".")):
+    if name.endswith(".py") or not all(part.isidentifier() for part in name.split(".")):
         why = "Modules are named as in an import, without .py."
         raise refusal("--module", name, why, "package.train")
     return name

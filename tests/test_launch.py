@@ -118,7 +118,7 @@ def test_the_ledger_at_this_size(ddpgen: Ddpgen, project: Path) -> None:
         "  precision      fp32   forward pass and weights\n"
         "  checkpoint     epoch  after every epoch; the newest 3 are kept, and the best\n"
         "\n"
-        "  Note: The global batch is 4 times that of the project's answers (64, with 1 node x 2 "
+        "  Note: The global batch is 4 times that of the project as it is (64, with 1 node x 2 "
         "GPUs per\n"
         "  node). Fewer steps per epoch, and the learning rate may need another value: see "
         "learning_rate\n"
@@ -129,6 +129,13 @@ def test_the_ledger_at_this_size(ddpgen: Ddpgen, project: Path) -> None:
         "  optimizer steps per epoch.\n"
         "\n"
     )
+    small = ddpgen("launch", "local", "p", "--gpus-per-node", "1")
+    assert "0.5 times that of the project as it is" in small.err
+    assert "More steps per epoch" in small.err
+    other = ddpgen(
+        "launch", "local", "p", "--output", "x.sh", "--", "--config", "configs/debug.yaml"
+    )
+    assert "  global batch   32 " in other.err
     quiet = ddpgen("launch", "local", "p")
     assert (quiet.code, "Note" in quiet.err) == (0, False), quiet.err
 
@@ -168,6 +175,16 @@ REFUSED: list[tuple[str, str]] = [
     ("slurm --env 1A=b", "--env 1A=b is not possible."),
     ("slurm --env WANDB_API_KEY=abc", "--env WANDB_API_KEY looks like a secret."),
     ("slurm --env hf_token=abc", "--env hf_token looks like a secret."),
+    ("slurm -- --config abc.yaml", "The settings in abc.yaml cannot be read.\nNo such file"),
+    ("slurm -- --learning_rate x", "The arguments --learning_rate x are not possible."),
+    ("slurm -- --micro_batch_size 0", "The arguments --micro_batch_size 0 are not possible."),
+    ("slurm README.md", "README.md is a file."),
+    ("slurm --module train.py", "--module train.py is not possible."),
+    ("slurm --script ''", "--script '' is not possible.\nIt is no name of a file."),
+    ("slurm --output -", "--output - is not possible."),
+    ("slurm --output launch", "--output launch is not possible."),
+    ("ssh --hosts gpu1:8,gpu2:8", "--hosts gpu1:8 is not possible."),
+    ("ssh --hostfile configs/debug.yaml", "--hostfile configs/debug.yaml is not possible.\nLine "),
     ("slurm --setup ''", "--setup '' is not possible."),
     ("slurm --env A=b\\\nc", "--env 'A=b\\nc' is not possible."),
     ("slurm --setup 'a\nb'", "--setup 'a\\nb' is not possible."),
@@ -195,7 +212,7 @@ def test_nonsense_is_refused_with_one_message(
     assert (result.code, result.out, tree(project)) == (1, "", before)
     assert result.err.startswith(f"ddpgen: {what}"), result.err
     assert len(result.err.splitlines()) == 3
-    assert "abc" not in result.err
+    assert "=abc" not in result.err
 
 
 def test_what_is_missing_is_named(ddpgen: Ddpgen, cwd: Path) -> None:
@@ -223,7 +240,7 @@ def keys(terminal: None) -> Iterator[PipeInput]:
 
 
 def test_what_is_missing_is_asked_on_a_terminal(ddpgen: Ddpgen, cwd: Path, keys: PipeInput) -> None:
-    keys.send_text("my train.py\ra, b\r4\r")
+    keys.send_text("my train.py\ra, b\rzwei\r\x154\r")  # asked again after a wrong answer
     result = ddpgen("launch", "ssh")
     assert result.code == 0, result.err
     assert tree(cwd) == ["launch", "launch/ssh-2x4.sh"]
@@ -243,6 +260,12 @@ def test_a_hostfile(ddpgen: Ddpgen, cwd: Path) -> None:
     result = ddpgen("launch", "ssh", "--script", "a.py", "--hostfile", "hosts")
     assert result.code == 0, result.err
     assert '"${HOSTS:-node-a me@node-b}"' in (cwd / "launch/ssh-2x4.sh").read_text()
+    (cwd / "hosts").write_text("# nobody\n")
+    result = ddpgen("launch", "ssh", "--script", "a.py", "--hostfile", "hosts")
+    assert "It names no machine." in result.err
+    (cwd / "hosts").write_text("a\nA\n")
+    result = ddpgen("launch", "ssh", "--script", "a.py", "--hostfile", "hosts")
+    assert result.err.startswith("ddpgen: --hostfile hosts: the name A is not possible.\n")
     (cwd / "hosts").write_text("a slots=4\nb slots=8\n")
     result = ddpgen("launch", "ssh", "--script", "a.py", "--hostfile", "hosts")
     assert "Its machines have 4, 8 slots; all must have the same number." in result.err
@@ -320,6 +343,11 @@ def test_what_the_launch_files_are_filled_with_is_what_copier_yml_names(
     for name in launch_files.defaults():
         assert f"    {name}:" in f"    {named}".replace("\n", "\n    ")
         assert f"launch.{name}" in used, name
+
+
+def test_a_name_that_only_looks_like_a_secret(ddpgen: Ddpgen, project: Path) -> None:
+    result = ddpgen("launch", "slurm", "p", "--env", "TOKENIZERS_PARALLELISM=false")
+    assert result.code == 0, result.err
 
 
 def test_a_broken_settings_file_is_named(ddpgen: Ddpgen, project: Path) -> None:

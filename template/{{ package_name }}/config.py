@@ -7,6 +7,7 @@ import dataclasses
 import difflib
 import os
 import re
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -216,8 +217,10 @@ def load_config(argv: Sequence[str] | None = None) -> Config:
         SystemExit: After --help and --print_config, with code 0.
     """
     parser = build_parser()
+    # A -- that a launcher left over means nothing here, and would break the parser.
+    words = [word for word in (sys.argv[1:] if argv is None else argv) if word != "--"]
     try:
-        return Config(**namespace_to_dict(parser.parse_args(argv)))
+        return Config(**namespace_to_dict(parser.parse_args(words)))
     except ArgumentError as error:
         raise explain(str(error)) from None
 

@@ -3,8 +3,10 @@ fail() {
   exit 1
 }
 
+[[ $PROCESSES =~ ^[1-9][0-9]*$ ]] || fail "PROCESSES=$PROCESSES: set it to the number of processes on each machine"
+[[ $MAX_RESTARTS =~ ^[0-9]+$ ]] || fail "MAX_RESTARTS=$MAX_RESTARTS: set it to a number, 0 for none"
 command -v torchrun >/dev/null ||
-  fail "torchrun is not found on $(hostname): activate the environment that torch is installed in"
+  fail "torchrun is not found on $(hostname): {{ how_to_find_torchrun | default('activate the environment that torch is installed in') }}"
 
 # Threads of each process: torchrun would set 1 and print a warning.
 cores="${SLURM_CPUS_PER_TASK:-$(nproc)}"

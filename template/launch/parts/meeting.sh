@@ -5,6 +5,7 @@ if [[ -n $INTERFACE ]]; then
   export NCCL_SOCKET_IFNAME="$INTERFACE" GLOO_SOCKET_IFNAME="$INTERFACE"
 fi
 
+[[ ${WAIT_S:-45} =~ ^[0-9]+$ ]] || fail "WAIT_S=$WAIT_S: set it to a number of seconds"
 # What is wrong here would show minutes later otherwise, and as a timeout.
 if [[ ! $MASTER_PORT =~ ^[1-9][0-9]{0,4}$ ]] || ((MASTER_PORT > 65535)); then
   fail "MASTER_PORT=$MASTER_PORT: set it to a number from 1 to 65535"

@@ -132,9 +132,8 @@ def test_the_ledger_at_this_size(ddpgen: Ddpgen, project: Path) -> None:
     small = ddpgen("launch", "local", "p", "--gpus-per-node", "1")
     assert "0.5 times that of the project as it is" in small.err
     assert "More steps per epoch" in small.err
-    other = ddpgen(
-        "launch", "local", "p", "--output", "x.sh", "--", "--config", "configs/debug.yaml"
-    )
+    debug = ("--config", "configs/debug.yaml", "--accumulation_steps", "1")
+    other = ddpgen("launch", "local", "p", "--output", "x.sh", "--", *debug)
     assert "  global batch   32 " in other.err
     quiet = ddpgen("launch", "local", "p")
     assert (quiet.code, "Note" in quiet.err) == (0, False), quiet.err

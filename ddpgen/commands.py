@@ -26,23 +26,25 @@ def run(words: Sequence[str]) -> int:
     try:
         return program.main(words, prog_name="ddpgen", standalone_mode=False) or 0
     except click.UsageError as error:
-        raise _usage_error(error) from None
+        raise _usage_error(error, words) from None
     except click.Abort:
         raise KeyboardInterrupt from None
 
 
-def _usage_error(error: click.UsageError) -> UserError:
-    command = error.ctx.command_path if error.ctx else "ddpgen"
+def _usage_error(error: click.UsageError, words: Sequence[str]) -> UserError:
+    # click does not always say where it was.
+    known = ["ddpgen", *words[:1]] if words and words[0] in COMMANDS else ["ddpgen"]
+    command = error.ctx.command_path if error.ctx else " ".join(known)
     what, near = error.format_message(), None
     if isinstance(error, click.NoSuchOption):
         what = f"No such option: {error.option_name}."
         near = next(iter(error.possibilities or ()), None)
     elif isinstance(error, click.MissingParameter) and error.param:
         what = f"{error.param.human_readable_name} is missing."
-    if command == "ddpgen launch" and near is None:
-        fix = "Type: ddpgen launch --help; arguments for the program follow --"
-        return UserError(what, f"{command} cannot be started like this.", fix, code=WRONG_USAGE)
-    return _wrong_usage(what, command, near)
+    refusal = _wrong_usage(what, command, near)
+    if command == "ddpgen launch":
+        refusal.fix += " (arguments for the program follow --)"
+    return refusal
 
 
 def _wrong_usage(what: str, command: str, near: str | None) -> UserError:

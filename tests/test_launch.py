@@ -229,6 +229,14 @@ def test_what_is_missing_is_named(ddpgen: Ddpgen, cwd: Path) -> None:
     assert (result.code, result.err.splitlines()[0]) == (2, "ddpgen: No such target: slrum.")
     assert result.err.endswith("Did you mean slurm?\n")
     assert ddpgen("launch").code == 2
+    result = ddpgen("launch", "slurm", "--nodes")
+    assert (result.code, result.err.splitlines()) == (2, [
+        "ddpgen: Option '--nodes' requires an argument.",
+        "ddpgen launch cannot be started like this.",
+        "Type: ddpgen launch --help (arguments for the program follow --)",
+    ])  # fmt: skip
+    result = ddpgen("launch", "slurm", "--script", "a.py", "--lr", "0.1")
+    assert result.err.endswith(" (arguments for the program follow --)\n")
 
 
 @pytest.fixture

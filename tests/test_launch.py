@@ -18,7 +18,7 @@ from prompt_toolkit.application import create_app_session
 from prompt_toolkit.input import PipeInput, create_pipe_input
 from prompt_toolkit.output import DummyOutput
 
-from ddpgen import launch_files
+from ddpgen import launch, launch_files
 from ddpgen.questions import load_config, template_root
 from tests.projects import make_project
 from tests.test_render import shell_is_clean
@@ -77,6 +77,33 @@ def test_any_script_can_be_launched(ddpgen: Ddpgen, cwd: Path, target: str) -> N
     first, start = result.out.splitlines()
     assert first == f"Wrote launch/{NAMES[target]}. Next:"
     assert start.partition("  #")[0].endswith(f"launch/{NAMES[target]}")
+
+
+# A value for every flag, that no other place of the file has.
+VALUES = {
+    "max_restarts": "7", "env": "A_NAME=its value", "setup": "module load cuda-13",
+    "nodes": "4", "port": "12321", "interface": "eth7", "partition": "gpu-a", "account": "us-b",
+    "time": "1-02:03:04", "image": "me/train:1.2", "namespace": "team-c", "hosts": "w,x,y,z",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("program", ["--script=its train.py", "--module=its.train", "project"])
+@pytest.mark.parametrize("target", launch_files.FILES)
+def test_every_flag_reaches_the_file(
+    ddpgen: Ddpgen, project: Path, cwd: Path, target: str, program: str
+) -> None:
+    names = {*launch.FOR_ALL, *launch.FOR_TARGET[target]} & set(VALUES)
+    flags = [f"--{name.replace('_', '-')}={VALUES[name]}" for name in sorted(names)]
+    words = ["p"] if program == "project" else [program]
+    result = ddpgen("launch", target, *words, "--gpus-per-node=3", *flags, "--output=x.sh")
+    assert result.code == 0, result.err
+    text = (cwd / "x.sh").read_text()
+    for name in names:
+        assert VALUES[name].replace(",", " ").split("=")[-1] in text, name
+    if target in ("kubernetes", "kubeflow"):
+        assert all(yaml.safe_load_all(text))
+    else:
+        shell_is_clean(text)
 
 
 @pytest.mark.parametrize("target", launch_files.FILES)

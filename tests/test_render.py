@@ -34,9 +34,10 @@ SWITCHES: dict[str, list[Any]] = {
     "checkpoint": ["epoch", "steps", "none"],
     "save_best": [False, True],
     "tracker": ["none", "tensorboard", "wandb", "mlflow"],
-    "launchers": [(), ("ssh", "slurm"), ("kubernetes", "kubeflow")],
     "ci": [False, True],
 }
+# They fill whole files and meet no other answer but the numbers.
+LAUNCHERS = [(), ("ssh", "slurm"), ("kubernetes", "kubeflow")]
 NUMBERS: dict[str, int] = {"nodes": 100000, "gpus_per_node": 1024, "micro_batch_size": 1000000}
 
 
@@ -91,8 +92,9 @@ def check_combinations(tmp_path: Path, answers_list: list[dict[str, Any]], names
     """Render and check; then format and lint all different Python files together."""
     checked = Checked()
     for number, answers in enumerate(answers_list):
-        numbers = NUMBERS if number % 2 else {}
-        project = make_project(tmp_path / f"p{number}", **NAMES[names], **numbers, **asked(answers))
+        others: dict[str, Any] = {"launchers": LAUNCHERS[number % 3]}
+        others |= NUMBERS if number % 2 else {}
+        project = make_project(tmp_path / f"p{number}", **NAMES[names], **others, **asked(answers))
         package = package_of(project)
         assert package == NAMES[names]["package_name"]
         for path, content in files_of(project).items():

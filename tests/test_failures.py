@@ -139,7 +139,9 @@ FAILURES: dict[str, tuple[str, tuple[str, ...]]] = {
         LOADERS,
     ),
     "killed loader process": (
-        r"\[rank \d on .*\] failed: RuntimeError: DataLoader worker \(pid.* \d+\) .*signal: Killed",
+        # torch says the one or the other, whichever of its threads is first.
+        r"\[rank \d on .*\] failed: RuntimeError: DataLoader worker \(pid.* \d+\) "
+        r"(is killed by signal: Killed|exited unexpectedly)",
         LOADERS,
     ),
 }

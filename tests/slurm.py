@@ -21,7 +21,7 @@ from pathlib import Path
 import pytest
 
 from tests.debian import need
-from tests.projects import environment
+from tests.projects import environment, is_running
 
 NAMESPACES = ("--mount", "--net", "--uts", "--pid")
 
@@ -225,10 +225,12 @@ def running_cluster() -> Iterator[Cluster]:
             stdin=subprocess.PIPE, stdout=log, stderr=log,
             env={**os.environ, "SLURM_CONF": str(folder / "slurm.conf")},
         )  # fmt: skip
+    first = 0
     try:
         children = Path(f"/proc/{process.pid}/task/{process.pid}/children")
         wait_for("the namespaces are there", children.read_text)
-        cluster = Cluster(folder, int(children.read_text().split()[0]))
+        first = int(children.read_text().split()[0])
+        cluster = Cluster(folder, first)
         try:
             wait_for("two machines are idle", lambda: idle(cluster) == 2, 30)
         except AssertionError as error:
@@ -237,6 +239,7 @@ def running_cluster() -> Iterator[Cluster]:
     finally:
         process.kill()  # and the kernel ends all that it has started
         process.communicate()
+        wait_for("all daemons have ended", lambda: not (first and is_running(first)))
         shutil.rmtree(folder)
 
 

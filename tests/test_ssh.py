@@ -232,7 +232,10 @@ MISTAKES: dict[str, tuple[dict[str, str], str]] = {
     "a host twice": ({"HOSTS": "alpha beta root@alpha"}, "HOSTS has more than once: alpha. Name"),
     "a range of machines": ({"NODES": "1:2"}, "NODES=1:2, but HOSTS has 2 machines: leave NODES"),
     "a wrong name": ({"HOSTS": "alpha nowhere"}, "ssh to nowhere failed: see above, and try: ssh"),
-    "no sshd": ({"HOSTS": "alpha deaf"}, "ssh to deaf failed: see above, and try: ssh deaf true"),
+    "no sshd": (
+        {"HOSTS": "alpha deaf"},
+        "ssh to deaf failed: see above, and try: ssh -F .*/ssh_config deaf true",
+    ),
     "an unknown key": ({"HOSTS": "alpha stranger"}, "ssh to stranger failed: see above, and try"),
     "a wrong address": (
         {"MASTER_ADDR": "no.such.invalid"},
@@ -251,7 +254,7 @@ MISTAKES: dict[str, tuple[dict[str, str], str]] = {
         {"INTERFACE": "eth9"},
         f"(alpha|beta) has no network interface eth9; it has: {CABLE}, lo",
     ),
-    "no torchrun": ({"REMOTE_PATH": "/usr/bin:/bin"}, "torchrun is not found on (alpha|beta): act"),
+    "no torchrun": ({"REMOTE_PATH": "/usr/bin:/bin"}, "torchrun is not found on (alpha|beta): set"),
     "no folder": ({"DIRECTORY": "/no where"}, "(alpha|beta) has no folder /no where: set DIRECT"),
 }
 

@@ -82,6 +82,8 @@ def summary(error: BaseException) -> str:
     text = str(error).strip()
     if "\nOriginal Traceback" in text:  # it happened in a loader process; the last line says what
         return f"{text.splitlines()[-1]} (in a loader process)"
+    if "exited unexpectedly" in text and isinstance(error.__cause__, RuntimeError):
+        return summary(error.__cause__)  # torch's other error, which names the signal
     if isinstance(error, torch.OutOfMemoryError | MemoryError) or "can't allocate memory" in text:
         return f"{line}\n  fix: halve --micro_batch_size and double --accumulation_steps: less " + (
             "memory, the same global batch"
